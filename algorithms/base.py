@@ -1,0 +1,181 @@
+"""The contract of an algorithm: how each step's batch is built, and which loss it trains under.
+
+Everything else (backend, step and save cadence, evaluation, logging, resume) is shared and knows
+algorithms only through what is here. `BaseAlgorithm` is the easy path: set up, build a batch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from algorithms.schedules import LearningRateSchedule, learning_rate_at, save_marks
+from backends.base import Backend, LossCallable, Tokenizer
+
+if TYPE_CHECKING:
+    import tinker
+    from tinker import types as tinker_types
+
+    from algorithms.data.dataset import Dataset
+    from algorithms.experiment import Experiment
+    from backends.base import ForwardBackwardResult
+
+
+@dataclass
+class TrainingBatch:
+    """One step's examples and the loss they are trained under.
+
+    `loss_fn` is a server-side name (with `loss_fn_config`) or a Python callable; `metrics` are
+    merged into the step's row.
+    """
+
+    data: list[tinker.Datum]
+    loss_fn: str | LossCallable
+    loss_fn_config: dict[str, float] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """What a run gives its algorithm: who it is, its data, and the live backend."""
+
+    run_id: str
+    output_dir: str
+    config: Experiment
+    dataset: Dataset
+    backend: Backend
+    tokenizer: Tokenizer
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended: final scalars, named artifacts (paths or URIs), and the error if any."""
+
+    run_id: str
+    status: Literal["completed", "failed", "cancelled"]
+    metrics: dict[str, float] = field(default_factory=dict)
+    artifacts: dict[str, str] = field(default_factory=dict)
+    error: str | None = None
+
+
+class Algorithm(Protocol):
+    """The least an algorithm must be: a name, a config, and one full run."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type[BaseModel]]
+
+    async def train(self, ctx: RunContext) -> RunResult:
+        """Execute one full run."""
+        ...
+
+
+class BaseAlgorithmConfig(BaseModel):
+    """The knobs every recipe shares. Learning rates are per optimizer step of summed losses."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
+    schedule: LearningRateSchedule = Field(
+        default_factory=LearningRateSchedule,
+        description="How the learning rate moves over the run.",
+    )
+    batch_size: int = Field(32, ge=1, description="Rows in each optimizer step.")
+    num_epochs: int = Field(1, ge=1, description="Passes over the data.")
+    max_steps: int | None = Field(
+        None, ge=1, description="Optimizer steps; wins over num_epochs when set."
+    )
+    lora_rank: int = Field(16, ge=1, description="Rank of the LoRA adapter.")
+    train_attn: bool = Field(True, description="Adapt the attention projections.")
+    train_mlp: bool = Field(True, description="Adapt the MLP projections.")
+    train_unembed: bool = Field(True, description="Adapt the unembedding (lm_head).")
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    grad_clip_norm: float = Field(0.0, ge=0, description="Global norm; 0 turns clipping off.")
+    save_every: int | None = Field(None, ge=1, description="Checkpoint each n steps.")
+    save_at_fractions: list[float] | None = Field(
+        None, description="Checkpoint at these fractions of the run, e.g. [0.5, 1.0]."
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_save(self) -> BaseAlgorithmConfig:
+        if self.save_every is not None and self.save_at_fractions is not None:
+            raise ValueError("set save_every or save_at_fractions, not both")
+        for fraction in self.save_at_fractions or []:
+            if not 0 < fraction <= 1:
+                raise ValueError(f"save_at_fractions holds {fraction}; fractions lie in (0, 1]")
+        return self
+
+
+class BaseAlgorithm(ABC):
+    """A recipe: prepare once, then one `TrainingBatch` a step."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type[BaseAlgorithmConfig]] = BaseAlgorithmConfig
+    on_policy: ClassVar[bool] = False
+    """Whether a batch is sampled from the weights being trained (then it cannot be built ahead)."""
+
+    def __init__(self, cfg: BaseAlgorithmConfig) -> None:
+        self.cfg: Any = cfg
+        self._steps_per_epoch = 0
+
+    @abstractmethod
+    async def setup(self, ctx: RunContext, backend: Backend) -> None:
+        """Prepare the data; must set `self._steps_per_epoch` from the rows really there."""
+
+    @abstractmethod
+    async def build_batch(self, step_idx: int) -> TrainingBatch:
+        """The batch of a step (from 0): a function of the rows, the seed and the step alone."""
+
+    def step_metrics(
+        self, step_idx: int, batch: TrainingBatch, fb_result: ForwardBackwardResult
+    ) -> dict[str, float]:
+        """Metrics from the forward-backward result (one `loss_fn_outputs` entry a datum)."""
+        return {}
+
+    def setup_metrics(self) -> dict[str, float]:
+        """What set-up did to the data (rows kept, cut, dropped), for the result and the report."""
+        return {}
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run; `max_steps` wins over the epochs."""
+        return self.cfg.max_steps or self._steps_per_epoch * self.cfg.num_epochs
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps that one pass over the kept rows takes."""
+        return self._steps_per_epoch
+
+    def save_steps(self) -> list[int]:
+        """The steps (counted done, 1..total) after which a checkpoint is kept; the last always."""
+        return save_marks(self.total_steps, self.cfg.save_every, self.cfg.save_at_fractions)
+
+    def adam_params(self, step_idx: int) -> tinker_types.AdamParams:
+        """The optimizer's settings at a step (from 0)."""
+        from tinker import types as tinker_types
+
+        cfg = self.cfg
+        return tinker_types.AdamParams(
+            learning_rate=learning_rate_at(
+                step_idx, self.total_steps, cfg.learning_rate, cfg.schedule
+            ),
+            beta1=cfg.beta1,
+            beta2=cfg.beta2,
+            eps=cfg.eps,
+            weight_decay=cfg.weight_decay,
+            grad_clip_norm=cfg.grad_clip_norm,
+        )
+
+    def state_dict(self, next_step: int) -> dict[str, Any]:
+        """Data cursor and random state at a step boundary, as JSON; batches are pure otherwise."""
+        per_epoch = max(self._steps_per_epoch, 1)
+        return {"epoch": next_step // per_epoch, "step_in_epoch": next_step % per_epoch}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take up a state that `state_dict` gave; called after `setup`, before the first batch."""
+        return None

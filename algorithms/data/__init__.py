@@ -1,0 +1,1 @@
+"""Rows in, tokens and masks out."""

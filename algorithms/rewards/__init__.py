@@ -1,0 +1,1 @@
+"""Scores for what a model said."""

@@ -1,0 +1,1 @@
+"""Everything outside the process: compute and storage."""

@@ -1,0 +1,1 @@
+"""The embedded engine: a server that speaks the Tinker protocol."""

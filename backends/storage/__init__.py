@@ -1,0 +1,1 @@
+"""Objects in a folder or on S3, and how a run is laid out in them."""

@@ -1,0 +1,296 @@
+"""The tinker SDK as a `Backend`, against any server that speaks its protocol.
+
+The SDK's methods submit when they are called and return futures; what is added here is the house's
+error tree and the names of the protocol in `backends.base`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Generator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from pydantic import Field
+
+from backends.base import (
+    BackendParams,
+    LossCallable,
+    ModelOutput,
+    ModelSpec,
+    SamplingClient,
+    SavedState,
+    Tokenizer,
+)
+from backends.errors import FlowtuneError, Problem, StateLostError, TransientError, UserError
+
+if TYPE_CHECKING:
+    import tinker
+    import torch
+    from tinker import types as tinker_types
+
+    from backends.base import ForwardBackwardResult, OptimStepResult
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+REACH_SECONDS = 10.0
+
+
+class TinkerParams(BackendParams):
+    """A server that speaks the Tinker protocol: the hosted service, SkyRL, a `flowtune engine`."""
+
+    base_url: str | None = Field(
+        None, description="The server. Without it TINKER_BASE_URL, else the hosted service."
+    )
+    api_key_env: str = Field(
+        "TINKER_API_KEY", description="The environment variable that holds the API key."
+    )
+
+    def url(self) -> str:
+        """The server's address, without a slash at its end."""
+        given = self.base_url or os.environ.get("TINKER_BASE_URL")
+        if given:
+            return given.rstrip("/")
+        from tinker.lib.base_url import DEFAULT_BASE_URL
+
+        return DEFAULT_BASE_URL
+
+
+def house_error(error: Exception) -> FlowtuneError:
+    """The SDK's error in the house's tree (see `backends.errors`)."""
+    from tinker import _exceptions as sdk
+
+    if isinstance(error, FlowtuneError):
+        return error
+    if isinstance(error, sdk.RequestFailedError):
+        if error.category == "user":
+            return UserError(Problem("backend", error.message))
+        return StateLostError(f"the server failed on a request: {error.message}")
+    if isinstance(error, sdk.AuthenticationError | sdk.PermissionDeniedError):
+        return UserError(
+            Problem("backend", f"the server refused the API key: {error}", "check the key")
+        )
+    if isinstance(error, sdk.BillingError | sdk.RateLimitError):
+        return TransientError(f"the server does not take requests at the moment: {error}")
+    if isinstance(error, sdk.NotFoundError):
+        return StateLostError(f"the server no longer knows the model or session: {error}")
+    if isinstance(error, sdk.APIStatusError) and error.status_code < 500:
+        return UserError(Problem("backend", f"the server refused a request: {error}"))
+    return StateLostError(f"{type(error).__name__}: {error}")
+
+
+class Submitted(Generic[R, T]):
+    """A request that is already on its way; awaiting it gives the result, once or many times."""
+
+    def __init__(self, future: Awaitable[R], then: Callable[[R], T]) -> None:
+        self._future = future
+        self._then = then
+
+    def __await__(self) -> Generator[Any, Any, T]:
+        try:
+            result = yield from self._future.__await__()
+        except Exception as error:
+            raise house_error(error) from error
+        return self._then(result)
+
+
+def _itself(result: T) -> T:
+    return result
+
+
+class TinkerBackend:
+    """One run's training client over the SDK; see `backends.base.Backend` for the methods."""
+
+    def __init__(
+        self,
+        service: tinker.ServiceClient,
+        client: tinker.TrainingClient,
+        load_tokenizer: Callable[[], Tokenizer],
+    ) -> None:
+        self._service = service
+        self._client = client
+        self._load_tokenizer = load_tokenizer
+        self._tokenizer: Tokenizer | None = None
+
+    @property
+    def model_id(self) -> str:
+        """The model's id at the server."""
+        return str(self._client.model_id)
+
+    def forward_backward_async(
+        self,
+        data: list[tinker.Datum],
+        *,
+        loss_fn: str,
+        loss_fn_config: dict[str, float] | None = None,
+    ) -> Awaitable[ForwardBackwardResult]:
+        """Submit a forward and backward pass under a server-side loss."""
+        name: Any = loss_fn  # the server says which names it knows
+        return Submitted(self._client.forward_backward(data, name, loss_fn_config), _itself)
+
+    def forward_backward_custom_async(
+        self, data: list[tinker.Datum], loss_fn: LossCallable
+    ) -> Awaitable[ForwardBackwardResult]:
+        """Submit a forward pass, the callable on its logprobs, and its backward pass."""
+
+        def sdk_loss(
+            data: list[tinker.Datum], logprobs: list[torch.Tensor]
+        ) -> tuple[torch.Tensor, dict[str, float]]:
+            loss = loss_fn(ModelOutput(logprobs), data)
+            if loss.ndim != 0:
+                raise UserError(
+                    Problem(
+                        "loss_fn",
+                        f"the loss has shape {tuple(loss.shape)}",
+                        "return a scalar: sum or average it",
+                    )
+                )
+            return loss, {}
+
+        return Submitted(self._client.forward_backward_custom(data, sdk_loss), _itself)
+
+    def optim_step_async(self, adam: tinker_types.AdamParams) -> Awaitable[OptimStepResult]:
+        """Submit an optimizer step."""
+        return Submitted(self._client.optim_step(adam), _itself)
+
+    def save_for_sampler(self, name: str) -> Awaitable[str]:
+        """Keep the current weights for inference; resolves to their `tinker://` URI."""
+        return Submitted(self._client.save_weights_for_sampler(name), lambda saved: saved.path)
+
+    def save_full_state(self, name: str) -> Awaitable[str]:
+        """Keep weights and optimizer state; resolves to their `tinker://` URI."""
+        return Submitted(self._client.save_state(name), lambda saved: saved.path)
+
+    def snapshot_sampling_client(self, name: str | None = None) -> Awaitable[SamplingClient]:
+        """A client for the weights as they are behind everything submitted so far."""
+        if name is None:
+            return Submitted(self._client.save_weights_and_get_sampling_client(), _itself)
+        return _NamedSnapshot(self.save_for_sampler(name), self._service)
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, loaded once."""
+        if self._tokenizer is None:
+            self._tokenizer = self._load_tokenizer()
+        return self._tokenizer
+
+    async def export_state(self, uri: str, folder: Path) -> bool:
+        """The server keeps its checkpoints to itself; they are found under their URI."""
+        return False
+
+    async def aclose(self) -> None:
+        """Finish the session at the server."""
+        try:
+            await self._service.close("success")
+        except Exception as error:
+            raise house_error(error) from error
+
+
+class _NamedSnapshot:
+    """A sampling client for weights that are still being saved."""
+
+    def __init__(self, saved: Awaitable[str], service: tinker.ServiceClient) -> None:
+        self._saved = saved
+        self._service = service
+
+    def __await__(self) -> Generator[Any, Any, SamplingClient]:
+        uri = yield from self._saved.__await__()
+        client = self._service.create_sampling_client(model_path=uri)
+        result: SamplingClient = yield from Submitted(client, _itself).__await__()
+        return result
+
+
+async def connect(
+    base_url: str, api_key: str | None, model: ModelSpec, state: SavedState | None
+) -> TinkerBackend:
+    """A training client at the server: a fresh adapter, or one from a saved state's URI.
+
+    Raises UserError for a refused key, an unknown model or a checkpoint that is not there.
+    """
+    import asyncio
+
+    import tinker
+
+    from backends.tokenizer import load_tokenizer
+
+    service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
+
+    def submit() -> Awaitable[tinker.TrainingClient]:
+        # Creating the session blocks, so this runs in a thread.
+        if state is None or state.uri is None:
+            return service.create_lora_training_client(
+                base_model=model.name,
+                rank=model.lora_rank,
+                seed=model.seed,
+                train_attn=model.train_attn,
+                train_mlp=model.train_mlp,
+                train_unembed=model.train_unembed,
+            )
+        if state.optimizer:
+            return service.create_training_client_from_state_with_optimizer(state.uri)
+        return service.create_training_client_from_state(state.uri)
+
+    try:
+        client = await (await asyncio.to_thread(submit))
+    except Exception as error:
+        raise house_error(error) from error
+    return TinkerBackend(service, client, lambda: load_tokenizer(model.name))
+
+
+class TinkerKind:
+    """The registry's row for servers that someone else runs."""
+
+    kind: ClassVar[str] = "tinker"
+    Params: ClassVar[type[BackendParams]] = TinkerParams
+
+    @staticmethod
+    def check(params: TinkerParams, model: ModelSpec) -> list[Problem]:
+        """The key is set, the server answers, takes the key, and serves the model."""
+        key = os.environ.get(params.api_key_env)
+        if not key:
+            return [
+                Problem(
+                    "backend.params.api_key_env",
+                    f"the environment variable {params.api_key_env} is not set",
+                    f"export {params.api_key_env}=tml-… with your key for {params.url()}",
+                )
+            ]
+        return _reach(params.url(), key, model.name)
+
+    @staticmethod
+    async def open(
+        params: TinkerParams, model: ModelSpec, state: SavedState | None
+    ) -> TinkerBackend:
+        """A training client at the server."""
+        return await connect(params.url(), os.environ.get(params.api_key_env), model, state)
+
+
+def _reach(url: str, key: str, model: str) -> list[Problem]:
+    import httpx
+
+    where = "backend.params.base_url"
+    try:
+        answer = httpx.get(
+            f"{url}/api/v1/get_server_capabilities",
+            headers={"X-API-Key": key},
+            timeout=REACH_SECONDS,
+        )
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        return [
+            Problem(where, f"no answer from {url} ({error})", "check the address, start the server")
+        ]
+    if answer.status_code in (401, 403):
+        return [
+            Problem(
+                "backend.params.api_key_env",
+                f"{url} refused the key ({answer.status_code})",
+                "set the key that this server was started with, or that it issued to you",
+            )
+        ]
+    if answer.status_code != 200:
+        return [Problem(where, f"{url} answered {answer.status_code}", "is this a Tinker server?")]
+    served = [row.get("model_name") for row in answer.json().get("supported_models", [])]
+    if served and model not in served:
+        names = ", ".join(str(name) for name in served)
+        return [Problem("model.name", f"{url} does not serve {model!r}", f"it serves: {names}")]
+    return []

@@ -1,0 +1,1 @@
+"""What a person triggers: flows and the command line."""

@@ -1,0 +1,37 @@
+"""The `train` flow: open the run, train from checkpoint to checkpoint, report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+from prefect.runtime import flow_run
+
+from algorithms.experiment import Experiment
+from tasks import session
+from tasks.open_run import open_run
+from tasks.report import report
+from tasks.segment import train_operations, train_segment
+
+
+@flow(name="train", persist_result=False)
+async def train(experiment: Experiment, run_id: str | None = None) -> dict[str, Any]:
+    """Train a model as the experiment says; returns what `result.json` in the run's folder says.
+
+    A run id that exists is continued from its last checkpoint, or its result returned if it is
+    finished. Without one the run is named after the flow run, so a retried flow run continues its
+    own run.
+    """
+    run_id = run_id or f"{experiment.name}-{str(flow_run.get_id())[:8]}"
+    try:
+        run = await open_run(experiment, run_id)
+        if run.result is not None:
+            return run.result
+        for start, stop in run.segments():
+            if run.task_runs == "operation":
+                await train_operations(run_id, start, stop)
+            else:
+                await train_segment(run_id, start, stop)
+        return await report(run_id)
+    finally:
+        await session.close(run_id)

@@ -1,0 +1,1 @@
+"""Prefect tasks: one unit of retry, caching and display each."""

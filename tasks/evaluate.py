@@ -1,0 +1,14 @@
+"""The task that scores the weights in training on held-out rows."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from tasks.policies import REPEATABLE
+from tasks.session import live
+
+
+@task(name="evaluate", task_run_name="evaluate-{name}-{steps_done}", **REPEATABLE)
+async def evaluate(run_id: str, name: str, steps_done: int) -> float:
+    """Sample from a snapshot of the weights after so many steps; returns the mean reward."""
+    return await live(run_id).evaluate(name, steps_done)

@@ -1,0 +1,14 @@
+"""The task that writes a checkpoint."""
+
+from __future__ import annotations
+
+from prefect import task
+
+from tasks.policies import REPEATABLE
+from tasks.session import live
+
+
+@task(name="save", task_run_name="save-{steps_done}", **REPEATABLE)
+async def save(run_id: str, steps_done: int) -> str:
+    """Save weights and optimizer behind a step, publish the manifest; returns its address."""
+    return await live(run_id).save(steps_done)

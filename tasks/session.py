@@ -1,0 +1,47 @@
+"""The live runs of this process, found by run id.
+
+Clients, tokenizers and batches never are task parameters or results: a task gets a run id and looks
+its run up here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from algorithms.callbacks import Callback
+from algorithms.run import LiveRun
+
+_runs: dict[str, LiveRun] = {}
+_watchers: list[Callback] = []
+
+
+def add(run: LiveRun) -> None:
+    """Make a run findable; whoever watches this process watches it from here on."""
+    run.callbacks.extend(_watchers)
+    _runs[run.run_id] = run
+
+
+def live(run_id: str) -> LiveRun:
+    """The live run; it exists between `open_run` and the end of its flow, in its process only."""
+    try:
+        return _runs[run_id]
+    except KeyError:
+        raise LookupError(f"run {run_id!r} is not open in this process") from None
+
+
+async def close(run_id: str) -> None:
+    """Forget a run and end its backend; does nothing for a run that never opened."""
+    run = _runs.pop(run_id, None)
+    if run is not None:
+        await run.backend.aclose()
+
+
+@contextmanager
+def watch(callback: Callback) -> Iterator[None]:
+    """Show every run that is opened inside the block to a callback."""
+    _watchers.append(callback)
+    try:
+        yield
+    finally:
+        _watchers.remove(callback)

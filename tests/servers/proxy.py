@@ -1,0 +1,83 @@
+"""A recording proxy between the SDK and an engine: what was sent, in which order, and when."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+UNSENT = {"host", "content-length", "transfer-encoding", "connection"}
+UNRETURNED = UNSENT | {"content-encoding"}
+
+
+@dataclass
+class Recording:
+    """Requests as they arrived, by the last part of their path.
+
+    With `hold` and `until` set, requests of the one name wait until one of the other has arrived.
+    """
+
+    url: str = ""
+    arrived: list[str] = field(default_factory=list)
+    hold: str | None = None
+    until: str | None = None
+    _arrival: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def note(self, name: str) -> None:
+        """Write a request down, and keep it waiting if it is one to be held."""
+        self.arrived.append(name)
+        if name == self.until:
+            self._arrival.set()
+        if name == self.hold:
+            await self._arrival.wait()
+
+
+def _application(upstream: str, recording: Recording) -> Starlette:
+    client = httpx.AsyncClient(base_url=upstream, timeout=60)
+
+    async def forward(request: Request) -> Response:
+        name = request.url.path.rsplit("/", 1)[-1]
+        await recording.note(name)
+        headers = {k: v for k, v in request.headers.items() if k not in UNSENT}
+        answer = await client.request(
+            request.method,
+            request.url.path,
+            params=dict(request.query_params),
+            headers=headers,
+            content=await request.body(),
+        )
+        kept = {k: v for k, v in answer.headers.items() if k not in UNRETURNED}
+        return Response(answer.content, answer.status_code, kept)
+
+    methods = ["GET", "POST", "PUT", "DELETE"]
+    return Starlette(routes=[Route("/{path:path}", forward, methods=methods)])
+
+
+@contextmanager
+def recording_proxy(upstream: str) -> Iterator[Recording]:
+    """Serve the proxy on a free loopback port for the length of the block."""
+    recording = Recording()
+    listener = socket.create_server(("127.0.0.1", 0))
+    recording.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    config = uvicorn.Config(_application(upstream, recording), log_level="warning")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield recording
+    finally:
+        server.should_exit = True
+        thread.join(timeout=10)
