@@ -18,14 +18,14 @@ import tempfile
 import time
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
-from algorithms.base import BaseAlgorithm, TrainingBatch
+from algorithms.base import BaseAlgorithm, RunResult, TrainingBatch
 from algorithms.callbacks import Callback, RunPlan
-from algorithms.evaluators import EvaluationResult, PreparedEvaluation, evaluate
+from algorithms.evaluators import PreparedEvaluation, evaluate
 from backends.base import Backend
 from backends.errors import StateLostError
 from backends.storage.run_store import CheckpointManifest, RunStore
@@ -201,7 +201,7 @@ class LiveRun:
             f"evaluate/{name}", steps_done, self.backend.snapshot_sampling_client
         )
         result = await evaluate(self.evaluations[name], await snapshot, steps_done)
-        await asyncio.to_thread(self._write_evaluation, result)
+        await asyncio.to_thread(self.store.write_evaluation, result)
         self.tell("on_evaluation", result)
         return result.score
 
@@ -321,8 +321,39 @@ class LiveRun:
             folder=folder,
         )
 
-    def _write_evaluation(self, result: EvaluationResult) -> None:
-        self.store.write_evaluation(result)
+    def finish(self) -> RunResult:
+        """Write `result.json`, the last object of a run."""
+        artifacts = {"run": self.store.uri(), "report": self.store.uri("report.md")}
+        if (last := self.store.latest_checkpoint()) is not None:
+            artifacts["checkpoint"] = self.store.checkpoint_uri(last)
+            if last.state_uri is not None:
+                artifacts["state"] = last.state_uri
+        return self._end(RunResult(self.run_id, "completed", self._final_metrics(), artifacts))
+
+    def fail(self, error: BaseException) -> RunResult:
+        """Write down that the run stopped short, and why; it can still be continued."""
+        stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        status: Literal["cancelled", "failed"] = "cancelled" if stopped else "failed"
+        why = str(error) or type(error).__name__
+        result = RunResult(self.run_id, status, {}, {"run": self.store.uri()}, why)
+        self.store.flush_metrics()
+        return self._end(result)
+
+    def _end(self, result: RunResult) -> RunResult:
+        self.store.write_result(asdict(result))
+        self.tell("on_end", result)
+        return result
+
+    def _final_metrics(self) -> dict[str, float]:
+        """Scores before and after, what set-up did to the data, and the last row's numbers."""
+        metrics = self.algorithm.setup_metrics()
+        for row in self.store.metrics()[-1:]:
+            metrics |= {name: value for name, value in row.items() if not name.startswith("time/")}
+        for row in self.store.evaluations():
+            name = f"val/{row['name']}/reward/mean"
+            metrics.setdefault(f"{name}/first", row["score"])
+            metrics[name] = row["score"]
+        return metrics
 
     def tell(self, event: str, *args: Any) -> None:
         """Call every callback; one that fails is shown in the log and does not end the run."""

@@ -10,7 +10,7 @@ from prefect.runtime import flow_run
 from algorithms.experiment import Experiment
 from tasks import session
 from tasks.open_run import open_run
-from tasks.report import report
+from tasks.report import progress_artifact, report
 from tasks.segment import train_operations, train_segment
 
 
@@ -22,16 +22,15 @@ async def train(experiment: Experiment, run_id: str | None = None) -> dict[str, 
     finished. Without one the run is named after the flow run, so a retried flow run continues its
     own run.
     """
-    run_id = run_id or f"{experiment.name}-{str(flow_run.get_id())[:8]}"
-    try:
+    run_id = run_id or f"{experiment.name}-{str(flow_run.id)[:8]}"
+    async with session.closing(run_id):
         run = await open_run(experiment, run_id)
         if run.result is not None:
             return run.result
-        for start, stop in run.segments():
-            if run.task_runs == "operation":
-                await train_operations(run_id, start, stop)
-            else:
-                await train_segment(run_id, start, stop)
+        async with progress_artifact(run_id):
+            for start, stop in run.segments():
+                if run.task_runs == "operation":
+                    await train_operations(run_id, start, stop)
+                else:
+                    await train_segment(run_id, start, stop)
         return await report(run_id)
-    finally:
-        await session.close(run_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,20 +14,21 @@ from prefect.runtime import flow_run
 
 from algorithms.base import BaseAlgorithm, RunContext
 from algorithms.callbacks import RunPlan
-from algorithms.data.dataset import Dataset, load_dataset
+from algorithms.data.dataset import Dataset
 from algorithms.evaluators import PreparedEvaluation, prepare
 from algorithms.experiment import Experiment
-from algorithms.registry import algorithm_class
 from algorithms.run import LiveRun
-from backends.base import Backend, ModelSpec, SavedState
+from backends.base import Backend, SavedState
 from backends.errors import Problem, UserError
-from backends.registry import backend_kinds
 from backends.storage.run_store import CheckpointManifest, RunStore
 from tasks import session
 from tasks.policies import NEVER
 
 MOST_TASK_RUNS = 1_500
 """Above this Prefect's recorder falls behind and drops task runs; then segments are the unit."""
+
+MAY_CHANGE = {"callbacks", "orchestration", "store", "tags"}
+"""Fields that do not decide what is trained, so a run may be continued under other ones."""
 
 
 @dataclass(frozen=True)
@@ -51,68 +53,102 @@ class RunHandle:
 async def open_run(experiment: Experiment, run_id: str) -> RunHandle:
     """Open or continue a run: load the data, start the backend, restore the last checkpoint.
 
-    A run that is finished is not opened: its handle carries the result. Raises UserError when the
-    experiment or its data is not the one that the run was started with.
+    A run that is finished is not opened: its handle carries the result. Nothing is written before
+    everything a user can get wrong has been looked at. Raises UserError when the experiment or its
+    data is not the one that the run was started with.
     """
-    store = await asyncio.to_thread(RunStore.open, experiment.store, run_id)
+    store = RunStore(experiment.store, run_id)
     finished = await asyncio.to_thread(store.read_result)
     if finished is not None and finished["status"] == "completed":
         return RunHandle(run_id, store.uri(), 0, 0, (), "segment", finished)
-    dataset = await asyncio.to_thread(load_dataset, experiment.data)
-    await asyncio.to_thread(_record_experiment, store, experiment, dataset)
-    manifest = await asyncio.to_thread(store.latest_checkpoint)
+    dataset = await asyncio.to_thread(experiment.data.load)
+    manifest = await asyncio.to_thread(_resume_point, store, experiment, dataset)
     backend = await _open_backend(experiment, store, manifest)
     try:
         run = await _set_up(experiment, store, dataset, backend, manifest)
+        await asyncio.to_thread(_begin, run, experiment, dataset)
     except BaseException:
         await backend.aclose()
         raise
     session.add(run)
-    run.tell("on_start", run.plan)
     plan = run.plan
-    return RunHandle(
-        run_id,
-        store.uri(),
-        plan.first_step,
-        plan.total_steps,
-        plan.save_steps,
-        _task_runs(experiment, plan, run.evaluations),
+    run.tell("on_start", plan)
+    mode = _task_runs(experiment, plan, run.evaluations)
+    return RunHandle(run_id, plan.run_uri, plan.first_step, plan.total_steps, plan.save_steps, mode)
+
+
+def _resume_point(
+    store: RunStore, experiment: Experiment, dataset: Dataset
+) -> CheckpointManifest | None:
+    """The checkpoint to go on from; None for a run that is new or has none yet."""
+    before = store.read_experiment()
+    if before is None:
+        return None
+    if changed := _differences(before, experiment.model_dump(mode="json")):
+        raise UserError(*(_changed(store.run_id, *difference) for difference in changed))
+    if (kept := store.info().data_fingerprint) != dataset.fingerprint:
+        raise UserError(
+            Problem(
+                "data",
+                f"run {store.run_id!r} was started on other rows (sha256 {kept}, now "
+                f"{dataset.fingerprint})",
+                "bring the rows back, or take another --run-id",
+            )
+        )
+    return store.latest_checkpoint()
+
+
+def _differences(before: Any, now: Any, field: str = "") -> list[tuple[str, Any, Any]]:
+    """Fields that decide what is trained and are not what they were: (field, before, now)."""
+    if field in MAY_CHANGE or before == now:
+        return []
+    if isinstance(before, dict) and isinstance(now, dict):
+        names = [*before, *(name for name in now if name not in before)]
+        return [
+            difference
+            for name in names
+            for difference in _differences(
+                before.get(name), now.get(name), f"{field}.{name}" if field else name
+            )
+        ]
+    return [(field, before, now)]
+
+
+def _changed(run_id: str, field: str, before: Any, now: Any) -> Problem:
+    return Problem(
+        field,
+        f"run {run_id!r} was started with {before!r}, not {now!r}",
+        "set it back, or take another --run-id",
     )
 
 
-def model_spec(experiment: Experiment) -> ModelSpec:
-    """The model and adapter that an experiment trains."""
-    params = experiment.algorithm.params
-    return ModelSpec(
-        name=experiment.model.name,
-        lora_rank=params.lora_rank,
+def _begin(run: LiveRun, experiment: Experiment, dataset: Dataset) -> None:
+    run.store.begin(
+        name=experiment.name,
+        backend=experiment.backend.kind,
         seed=experiment.seed,
-        train_attn=params.train_attn,
-        train_mlp=params.train_mlp,
-        train_unembed=params.train_unembed,
-    )
-
-
-def _record_experiment(store: RunStore, experiment: Experiment, dataset: Dataset) -> None:
-    """Write down what the run is, or check that it still is what was written down."""
-    store.record(
-        experiment=experiment.model_dump(mode="json"),
         data_fingerprint=dataset.fingerprint,
-        flow_run_url=flow_run.get_ui_url() if flow_run.get_id() else None,
+        total_steps=run.plan.total_steps,
+        flow_run_url=run.plan.flow_run_url,
     )
+    run.store.write_experiment(experiment.model_dump(mode="json"))
+    run.store.discard_result()
+    run.store.rewind(run.plan.first_step)
 
 
 async def _open_backend(
     experiment: Experiment, store: RunStore, manifest: CheckpointManifest | None
 ) -> Backend:
-    kind = backend_kinds()[experiment.backend.kind]
-    params, spec = experiment.backend.params, model_spec(experiment)
+    row = experiment.backend.row()
+    params, spec = experiment.backend.params, experiment.model_spec()
+    if manifest is None:
+        return await row.open(params, spec, _initial_state(experiment))
     with tempfile.TemporaryDirectory(prefix="flowtune-") as temporary:
-        state = _initial_state(experiment)
-        if manifest is not None:
-            folder = await asyncio.to_thread(store.fetch_checkpoint, manifest, Path(temporary))
-            state = SavedState(manifest.state_uri, folder)
-        return await kind.open(params, spec, state)
+        folder = await asyncio.to_thread(store.checkpoint_folder, manifest)
+        if folder is None:
+            folder = Path(temporary)
+            await asyncio.to_thread(store.fetch_checkpoint, manifest, folder)
+        return await row.open(params, spec, SavedState(manifest.state_uri, folder))
 
 
 def _initial_state(experiment: Experiment) -> SavedState | None:
@@ -131,9 +167,9 @@ async def _set_up(
     backend: Backend,
     manifest: CheckpointManifest | None,
 ) -> LiveRun:
-    algorithm: BaseAlgorithm = algorithm_class(experiment.algorithm.kind)(
-        experiment.algorithm.params
-    )
+    algorithm = experiment.algorithm.build()
+    if not isinstance(algorithm, BaseAlgorithm):
+        raise TypeError(f"{experiment.algorithm.kind!r} does not build on BaseAlgorithm")
     tokenizer = await asyncio.to_thread(backend.get_tokenizer)
     context = RunContext(store.run_id, store.uri(), experiment, dataset, backend, tokenizer)
     await algorithm.setup(context, backend)
@@ -141,14 +177,13 @@ async def _set_up(
     if manifest is not None:
         first_step = manifest.next_step
         algorithm.load_state_dict(manifest.algorithm_state)
-    await asyncio.to_thread(store.truncate, first_step)
     plan = RunPlan(
         run_id=store.run_id,
         run_uri=store.uri(),
         first_step=first_step,
         total_steps=algorithm.total_steps,
         save_steps=tuple(algorithm.save_steps()),
-        flow_run_url=flow_run.get_ui_url() if flow_run.get_id() else None,
+        flow_run_url=flow_run.ui_url,
     )
     evaluations = {
         spec.name: await asyncio.to_thread(prepare, spec, tokenizer)
@@ -158,7 +193,7 @@ async def _set_up(
 
 
 def _task_runs(
-    experiment: Experiment, plan: RunPlan, evaluations: dict[str, PreparedEvaluation]
+    experiment: Experiment, plan: RunPlan, evaluations: Mapping[str, PreparedEvaluation]
 ) -> Literal["operation", "segment"]:
     asked = experiment.orchestration.task_runs
     if asked != "auto":

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from prefect.cache_policies import NO_CACHE, CachePolicy
 
-from backends.errors import UserError
+from backends.errors import StateLostError, UserError
 
 if TYPE_CHECKING:
     from prefect import Task
@@ -39,8 +39,8 @@ class TaskPolicy(TypedDict, total=False):
 
 
 def _worth_a_retry(task: Task[Any, Any], run: TaskRun, state: State[Any]) -> bool:
-    error = state.result(raise_on_failure=False)
-    return not isinstance(error, UserError)
+    # The engine asks with a state that holds the exception itself, not yet a stored result.
+    return not isinstance(state.data, UserError | StateLostError)
 
 
 NEVER = TaskPolicy(retries=0, cache_policy=NO_CACHE, persist_result=False)

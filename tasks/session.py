@@ -6,8 +6,8 @@ its run up here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 
 from algorithms.callbacks import Callback
 from algorithms.run import LiveRun
@@ -30,11 +30,19 @@ def live(run_id: str) -> LiveRun:
         raise LookupError(f"run {run_id!r} is not open in this process") from None
 
 
-async def close(run_id: str) -> None:
-    """Forget a run and end its backend; does nothing for a run that never opened."""
-    run = _runs.pop(run_id, None)
-    if run is not None:
-        await run.backend.aclose()
+@asynccontextmanager
+async def closing(run_id: str) -> AsyncIterator[None]:
+    """Whatever way the block ends: write down a failure, end the backend, forget the run."""
+    try:
+        yield
+    except BaseException as error:
+        if run_id in _runs:
+            _runs[run_id].fail(error)
+        raise
+    finally:
+        run = _runs.pop(run_id, None)
+        if run is not None:
+            await run.backend.aclose()
 
 
 @contextmanager

@@ -1,0 +1,173 @@
+"""The train flow on the mock backend and a real Prefect server: order, resume, modes, refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from algorithms.callbacks import Callback
+from algorithms.experiment import Experiment
+from backends.errors import UserError
+from tests.servers.prefect import PrefectServer
+
+ROWS = [{"prompt": f"What is {i} + {i}?", "completion": str(2 * i)} for i in range(20)]
+
+
+def experiment(store: Path, **changes: Any) -> Experiment:
+    document: dict[str, Any] = {
+        "name": "mock",
+        "store": str(store),
+        "model": {"name": "examples/models/tiny-qwen3"},
+        "data": {"kind": "rows", "rows": ROWS},
+        "algorithm": {
+            "kind": "mock_sft",
+            "params": {"batch_size": 4, "max_steps": 12, "save_every": 4},
+        },
+        "evaluations": [{"name": "val", "data": {"kind": "rows", "rows": ROWS}, "every": 6}],
+    }
+    return Experiment.model_validate(document | changes)
+
+
+async def run(spec: Experiment, run_id: str) -> dict[str, Any]:
+    from flows.train import train
+
+    result = await train(spec, run_id)
+    assert isinstance(result, dict)
+    return result
+
+
+def metrics(store: Path, run_id: str) -> list[dict[str, float]]:
+    """metrics.jsonl without what a clock put in."""
+    lines = (store / run_id / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows]
+
+
+def adapter(store: Path, run_id: str, step: int) -> bytes:
+    return (store / run_id / f"checkpoints/step-{step:06d}/adapter_model.safetensors").read_bytes()
+
+
+class Stop(RuntimeError):
+    """What the test interrupts a run with."""
+
+
+async def run_until(spec: Experiment, run_id: str, step: int, monkeypatch: Any) -> None:
+    """Start a run and break it in the middle of a step."""
+    from algorithms.mock_sft import MockSFT
+
+    real = MockSFT.build_batch
+
+    async def build_batch(self: MockSFT, step_idx: int) -> Any:
+        if step_idx == step:
+            raise Stop(f"stopped at step {step}")
+        return await real(self, step_idx)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MockSFT, "build_batch", build_batch)
+        with pytest.raises(Stop):
+            await run(spec, run_id)
+
+
+async def test_a_run_leaves_its_whole_story_in_its_folder(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    result = await run(experiment(tmp_path), "a")
+    folder = tmp_path / "a"
+    assert result["status"] == "completed"
+    assert result == json.loads((folder / "result.json").read_text())
+    assert [row["step"] for row in metrics(tmp_path, "a")] == list(range(1, 13))
+    kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert kept == ["step-000004", "step-000008", "step-000012"]
+    scored = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in scored] == [0, 6, 12]
+    manifest = json.loads((folder / "checkpoints/step-000008/manifest.json").read_text())
+    assert manifest["next_step"] == 8
+    assert manifest["algorithm_state"] == {"epoch": 1, "step_in_epoch": 3}
+    assert manifest["metrics"]["step"] == 8
+    assert (folder / "report.md").read_text().startswith("#")
+
+
+async def test_operations_and_segments_train_the_same(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    for mode in ("operation", "segment"):
+        await run(experiment(tmp_path, orchestration={"task_runs": mode}), mode)
+    assert adapter(tmp_path, "operation", 12) == adapter(tmp_path, "segment", 12)
+    assert metrics(tmp_path, "operation") == metrics(tmp_path, "segment")
+
+
+@pytest.mark.parametrize("stopped_at", [1, 4, 7, 11])
+@pytest.mark.parametrize("mode", ["operation", "segment"])
+async def test_a_resumed_run_ends_like_one_never_stopped(
+    prefect_server: PrefectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stopped_at: int,
+    mode: str,
+) -> None:
+    spec = experiment(tmp_path, orchestration={"task_runs": mode})
+    await run(spec, "whole")
+    await run_until(spec, "broken", stopped_at, monkeypatch)
+    assert json.loads((tmp_path / "broken/result.json").read_text())["status"] == "failed"
+    result = await run(spec, "broken")
+    assert result["status"] == "completed"
+    assert adapter(tmp_path, "broken", 12) == adapter(tmp_path, "whole", 12)
+    assert metrics(tmp_path, "broken") == metrics(tmp_path, "whole")
+    evaluations = [
+        (tmp_path / name / "evaluations.jsonl").read_text() for name in ("whole", "broken")
+    ]
+    assert evaluations[0] == evaluations[1]
+
+
+async def test_a_finished_run_gives_its_result_and_trains_nothing(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    first = await run(experiment(tmp_path), "a")
+    stamp = (tmp_path / "a/metrics.jsonl").stat().st_mtime_ns
+    assert await run(experiment(tmp_path), "a") == first
+    assert (tmp_path / "a/metrics.jsonl").stat().st_mtime_ns == stamp
+
+
+async def test_another_experiment_may_not_take_over_a_run(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run_until(experiment(tmp_path), "a", 6, monkeypatch)
+    other = experiment(tmp_path, seed=1)
+    with pytest.raises(UserError, match="seed: run 'a' was started with 0, not 1"):
+        await run(other, "a")
+    rows = {"kind": "rows", "rows": ROWS[:-1]}
+    with pytest.raises(UserError, match=r"data\.rows"):
+        await run(experiment(tmp_path, data=rows), "a")
+
+
+class Watcher(Callback):
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def on_step(self, row: Any) -> None:
+        self.seen.append(f"step {row['step']}")
+        raise RuntimeError("a callback's own mistake")
+
+    def on_save(self, step: int, uri: str) -> None:
+        self.seen.append(f"save {step}")
+
+
+async def test_a_callback_sees_everything_and_its_failure_does_not_end_the_run(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    from tasks import session
+
+    watcher = Watcher()
+    with session.watch(watcher):
+        result = await run(experiment(tmp_path), "a")
+    assert result["status"] == "completed"
+    steps = [seen for seen in watcher.seen if seen.startswith("step")]
+    assert steps == [f"step {step}" for step in range(1, 13)]
+    assert [seen for seen in watcher.seen if seen.startswith("save")] == [
+        "save 4",
+        "save 8",
+        "save 12",
+    ]
