@@ -6,8 +6,10 @@ error tree and the names of the protocol in `backends.base`.
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Awaitable, Callable, Generator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -80,19 +82,48 @@ def house_error(error: Exception) -> FlowtuneError:
     return StateLostError(f"{type(error).__name__}: {error}")
 
 
+@dataclass(frozen=True)
+class Server:
+    """What is known of the server's own life, where it is known at all.
+
+    `ended` is done once the server is gone for good, and `lost` says what to raise then: the SDK
+    itself would go on knocking for minutes.
+    """
+
+    ended: asyncio.Future[Any] | None = None
+    lost: Callable[[], FlowtuneError] = lambda: StateLostError("the server is gone")
+
+
 class Submitted(Generic[R, T]):
     """A request that is already on its way; awaiting it gives the result, once or many times."""
 
-    def __init__(self, future: Awaitable[R], then: Callable[[R], T]) -> None:
+    def __init__(self, future: Awaitable[R], then: Callable[[R], T], server: Server) -> None:
         self._future = future
         self._then = then
+        self._server = server
 
     def __await__(self) -> Generator[Any, Any, T]:
+        return (yield from self._result().__await__())
+
+    async def _result(self) -> T:
+        answer = asyncio.ensure_future(_answer(self._future))
+        ended = self._server.ended
         try:
-            result = yield from self._future.__await__()
-        except Exception as error:
-            raise house_error(error) from error
-        return self._then(result)
+            await asyncio.wait(
+                {answer} if ended is None else {answer, ended}, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not answer.done():
+                raise self._server.lost()
+            return self._then(answer.result())
+        finally:
+            answer.cancel()
+
+
+async def _answer(future: Awaitable[R]) -> R:
+    try:
+        return await future
+    except Exception as error:
+        raise house_error(error) from error
 
 
 def _itself(result: T) -> T:
@@ -107,9 +138,11 @@ class TinkerBackend:
         service: tinker.ServiceClient,
         client: tinker.TrainingClient,
         load_tokenizer: Callable[[], Tokenizer],
+        server: Server,
     ) -> None:
         self._service = service
         self._client = client
+        self._server = server
         self._load_tokenizer = load_tokenizer
         self._tokenizer: Tokenizer | None = None
 
@@ -127,7 +160,9 @@ class TinkerBackend:
     ) -> Awaitable[ForwardBackwardResult]:
         """Submit a forward and backward pass under a server-side loss."""
         name: Any = loss_fn  # the server says which names it knows
-        return Submitted(self._client.forward_backward(data, name, loss_fn_config), _itself)
+        return Submitted(
+            self._client.forward_backward(data, name, loss_fn_config), _itself, self._server
+        )
 
     def forward_backward_custom_async(
         self, data: list[tinker.Datum], loss_fn: LossCallable
@@ -148,25 +183,31 @@ class TinkerBackend:
                 )
             return loss, {}
 
-        return Submitted(self._client.forward_backward_custom(data, sdk_loss), _itself)
+        return Submitted(
+            self._client.forward_backward_custom(data, sdk_loss), _itself, self._server
+        )
 
     def optim_step_async(self, adam: tinker_types.AdamParams) -> Awaitable[OptimStepResult]:
         """Submit an optimizer step."""
-        return Submitted(self._client.optim_step(adam), _itself)
+        return Submitted(self._client.optim_step(adam), _itself, self._server)
 
     def save_for_sampler(self, name: str) -> Awaitable[str]:
         """Keep the current weights for inference; resolves to their `tinker://` URI."""
-        return Submitted(self._client.save_weights_for_sampler(name), lambda saved: saved.path)
+        return Submitted(
+            self._client.save_weights_for_sampler(name), lambda saved: saved.path, self._server
+        )
 
     def save_full_state(self, name: str) -> Awaitable[str]:
         """Keep weights and optimizer state; resolves to their `tinker://` URI."""
-        return Submitted(self._client.save_state(name), lambda saved: saved.path)
+        return Submitted(self._client.save_state(name), lambda saved: saved.path, self._server)
 
     def snapshot_sampling_client(self, name: str | None = None) -> Awaitable[SamplingClient]:
         """A client for the weights as they are behind everything submitted so far."""
         if name is None:
-            return Submitted(self._client.save_weights_and_get_sampling_client(), _itself)
-        return _NamedSnapshot(self.save_for_sampler(name), self._service)
+            return Submitted(
+                self._client.save_weights_and_get_sampling_client(), _itself, self._server
+            )
+        return _NamedSnapshot(self.save_for_sampler(name), self._service, self._server)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded once."""
@@ -189,30 +230,40 @@ class TinkerBackend:
 class _NamedSnapshot:
     """A sampling client for weights that are still being saved."""
 
-    def __init__(self, saved: Awaitable[str], service: tinker.ServiceClient) -> None:
+    def __init__(
+        self, saved: Awaitable[str], service: tinker.ServiceClient, server: Server
+    ) -> None:
         self._saved = saved
         self._service = service
+        self._server = server
 
     def __await__(self) -> Generator[Any, Any, SamplingClient]:
         uri = yield from self._saved.__await__()
         client = self._service.create_sampling_client(model_path=uri)
-        result: SamplingClient = yield from Submitted(client, _itself).__await__()
+        result: SamplingClient = yield from Submitted(client, _itself, self._server).__await__()
         return result
 
 
+B = TypeVar("B", bound=TinkerBackend)
+
+
 async def connect(
-    base_url: str, api_key: str | None, model: ModelSpec, state: SavedState | None
-) -> TinkerBackend:
-    """A training client at the server: a fresh adapter, or one from a saved state's URI.
+    cls: type[B],
+    base_url: str,
+    api_key: str | None,
+    model: ModelSpec,
+    state: SavedState | None,
+    server: Server | None = None,
+) -> B:
+    """A training client of class `cls`: a fresh adapter, or one from a saved state's URI.
 
     Raises UserError for a refused key, an unknown model or a checkpoint that is not there.
     """
-    import asyncio
-
     import tinker
 
     from backends.tokenizer import load_tokenizer
 
+    server = server or Server()
     service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
 
     def submit() -> Awaitable[tinker.TrainingClient]:
@@ -230,11 +281,11 @@ async def connect(
             return service.create_training_client_from_state_with_optimizer(state.uri)
         return service.create_training_client_from_state(state.uri)
 
-    try:
-        client = await (await asyncio.to_thread(submit))
-    except Exception as error:
-        raise house_error(error) from error
-    return TinkerBackend(service, client, lambda: load_tokenizer(model.name))
+    async def create() -> tinker.TrainingClient:
+        return await (await asyncio.to_thread(submit))
+
+    client = await Submitted(create(), _itself, server)
+    return cls(service, client, lambda: load_tokenizer(model.name), server)
 
 
 class TinkerKind:
@@ -262,7 +313,8 @@ class TinkerKind:
         params: TinkerParams, model: ModelSpec, state: SavedState | None
     ) -> TinkerBackend:
         """A training client at the server."""
-        return await connect(params.url(), os.environ.get(params.api_key_env), model, state)
+        key = os.environ.get(params.api_key_env)
+        return await connect(TinkerBackend, params.url(), key, model, state)
 
 
 def _reach(url: str, key: str, model: str) -> list[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from prefect import flow
+from prefect import flow, get_run_logger
 from prefect.runtime import flow_run
 
 from algorithms.experiment import Experiment
@@ -27,6 +27,9 @@ async def train(experiment: Experiment, run_id: str | None = None) -> dict[str, 
         run = await open_run(experiment, run_id)
         if run.result is not None:
             return run.result
+        get_run_logger().info(
+            "run %s: steps %d to %d, in %s", run_id, run.first_step, run.total_steps, run.run_uri
+        )
         async with progress_artifact(run_id):
             for start, stop in run.segments():
                 if run.task_runs == "operation":

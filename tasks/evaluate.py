@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from prefect import task
+from prefect import get_run_logger, task
 
 from tasks.policies import REPEATABLE
 from tasks.session import live
@@ -11,4 +11,6 @@ from tasks.session import live
 @task(name="evaluate", task_run_name="evaluate-{name}-{steps_done}", **REPEATABLE)
 async def evaluate(run_id: str, name: str, steps_done: int) -> float:
     """Sample from a snapshot of the weights after so many steps; returns the mean reward."""
-    return await live(run_id).evaluate(name, steps_done)
+    score = await live(run_id).evaluate(name, steps_done)
+    get_run_logger().info("%s after %d steps: %.3f", name, steps_done, score)
+    return score
