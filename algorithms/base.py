@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from algorithms.schedules import LearningRateSchedule, learning_rate_at, save_marks
 from backends.base import Backend, LossCallable, Tokenizer
+from backends.errors import Problem
 
 if TYPE_CHECKING:
     import tinker
@@ -91,10 +92,10 @@ class BaseAlgorithmConfig(BaseModel):
     train_attn: bool = Field(True, description="Adapt the attention projections.")
     train_mlp: bool = Field(True, description="Adapt the MLP projections.")
     train_unembed: bool = Field(True, description="Adapt the unembedding (lm_head).")
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, gt=0)
-    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam's decay of the mean gradient.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="Adam's decay of the mean square.")
+    eps: float = Field(1e-12, gt=0, description="Adam's guard against division by zero.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled, as in AdamW.")
     grad_clip_norm: float = Field(0.0, ge=0, description="Global norm; 0 turns clipping off.")
     save_every: int | None = Field(None, ge=1, description="Checkpoint each n steps.")
     save_at_fractions: list[float] | None = Field(
@@ -118,10 +119,17 @@ class BaseAlgorithm(ABC):
     Config: ClassVar[type[BaseAlgorithmConfig]] = BaseAlgorithmConfig
     on_policy: ClassVar[bool] = False
     """Whether a batch is sampled from the weights being trained (then it cannot be built ahead)."""
+    default_backend: ClassVar[str] = "embedded"
+    """The backend of an experiment that names none."""
 
     def __init__(self, cfg: BaseAlgorithmConfig) -> None:
         self.cfg: Any = cfg
         self._steps_per_epoch = 0
+
+    @classmethod
+    def check_row(cls, row: dict[str, Any], place: str) -> Problem | None:
+        """What this recipe has against a row of its data, found before any compute starts."""
+        return None
 
     @abstractmethod
     async def setup(self, ctx: RunContext, backend: Backend) -> None:
@@ -144,7 +152,8 @@ class BaseAlgorithm(ABC):
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run; `max_steps` wins over the epochs."""
-        return self.cfg.max_steps or self._steps_per_epoch * self.cfg.num_epochs
+        steps: int = self.cfg.max_steps or self._steps_per_epoch * self.cfg.num_epochs
+        return steps
 
     @property
     def steps_per_epoch(self) -> int:

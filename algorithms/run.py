@@ -219,7 +219,8 @@ class LiveRun:
                     self._submit_evaluations(group, operations, 0)
                 await self._run_steps(group, operations, start, stop)
         except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
+            first = errors.exceptions[0]
+            raise first from first.__cause__
 
     async def _run_steps(
         self, group: asyncio.TaskGroup, operations: Operations, start: int, stop: int

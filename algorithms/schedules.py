@@ -15,7 +15,9 @@ class LearningRateSchedule(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kind: Literal["constant", "linear", "cosine"] = "constant"
+    kind: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="The shape after the warm-up."
+    )
     warmup_steps: int = Field(0, ge=0, description="Steps of linear warm-up from 0.")
     min_ratio: float = Field(0.0, ge=0, le=1, description="Final rate as a share of the peak.")
 

@@ -1,0 +1,275 @@
+"""Everything that can be found wrong with an experiment before any compute starts, all at once.
+
+Each section is looked at by itself as well, so that a mistake in one does not hide those in others.
+Imports no compute library; a model is judged by its files, a hub name by its shape.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from algorithms.data.dataset import (
+    Dataset,
+    dataset_problems,
+    load_dataset,
+    shorten,
+)
+from algorithms.document import Document, explain, read_document, with_overrides
+from algorithms.evaluators import evaluation_problems
+from algorithms.experiment import (
+    AlgorithmField,
+    AlgorithmSection,
+    BackendField,
+    BackendSection,
+    DataField,
+    EvaluationSpec,
+    Experiment,
+    ModelSection,
+    model_spec,
+)
+from algorithms.registry import ALGORITHMS
+from backends.base import ModelSpec
+from backends.errors import FlowtuneError, Problem, UserError
+from backends.mock import MockKind
+
+T = TypeVar("T")
+
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def check_experiment(
+    source: str | Path | Document, overrides: Iterable[str] = ()
+) -> tuple[Experiment | None, list[Problem]]:
+    """The experiment of a file or document, and every problem; it is None if it does not parse."""
+    try:
+        document = source if isinstance(source, dict) else read_document(source)
+        document = with_overrides(document, overrides)
+    except UserError as error:
+        return None, list(error.problems)
+    experiment, problems = _parse(document)
+    sections = _Sections(document, experiment)
+    datasets = _check_data(sections, problems)
+    if sections.backend is None or sections.backend.kind != MockKind.kind:
+        _check_model(sections, datasets, problems)
+    _check_store(sections, problems)
+    _check_backend(sections, problems)
+    return experiment, list(dict.fromkeys(problems))
+
+
+def _parse(document: Document) -> tuple[Experiment | None, list[Problem]]:
+    try:
+        return Experiment.model_validate(document), []
+    except ValidationError as error:
+        return None, explain(error, Experiment)
+
+
+class _Sections:
+    """The sections of a document that are valid by themselves; None for the others."""
+
+    def __init__(self, document: Document, experiment: Experiment | None) -> None:
+        self.document = document
+        if experiment is not None:
+            self.model: ModelSection | None = experiment.model
+            self.data: Any = experiment.data
+            self.algorithm: AlgorithmSection | None = experiment.algorithm
+            self.backend: BackendSection | None = experiment.backend
+            self.evaluations: list[EvaluationSpec | None] = list(experiment.evaluations)
+            self.store: Any = experiment.store
+            return
+        self.model = _valid(ModelSection, document.get("model"))
+        self.data = _valid(DataField, document.get("data"))
+        self.algorithm = _valid(AlgorithmField, document.get("algorithm"))
+        self.backend = _valid(BackendField, document.get("backend", self._default_backend()))
+        listed = document.get("evaluations")
+        items = listed if isinstance(listed, list) else []
+        self.evaluations = [_evaluation(item) for item in items]
+        self.store = document.get("store", Experiment.model_fields["store"].default)
+
+    def algorithm_kind(self) -> str | None:
+        """The kind of algorithm, if it is a known one, whatever its parameters."""
+        section = self.document.get("algorithm")
+        kind = section.get("kind") if isinstance(section, dict) else None
+        if self.algorithm is not None:
+            kind = self.algorithm.kind
+        return kind if isinstance(kind, str) and kind in ALGORITHMS.rows() else None
+
+    def _default_backend(self) -> dict[str, str] | None:
+        kind = self.algorithm_kind()
+        return {"kind": ALGORITHMS[kind].default_backend} if kind else None
+
+
+def _evaluation(item: Any) -> EvaluationSpec | None:
+    """The evaluation, or if only its data is valid, a plain evaluation on that."""
+    data = item.get("data") if isinstance(item, dict) else None
+    spec: EvaluationSpec | None = _valid(EvaluationSpec, item)
+    return spec or _valid(EvaluationSpec, {"name": "evaluation", "data": data})
+
+
+def _valid(annotation: Any, value: Any) -> Any:
+    try:
+        return TypeAdapter(annotation).validate_python(value)
+    except ValidationError:
+        return None
+
+
+def _collect(problems: list[Problem], work: Callable[[], T]) -> T | None:
+    try:
+        return work()
+    except UserError as error:
+        problems.extend(error.problems)
+        return None
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def _check_data(sections: _Sections, problems: list[Problem]) -> list[Dataset]:
+    """The data sets that could be read; what is wrong with their rows goes to the problems."""
+    datasets: list[Dataset] = []
+    if sections.data is not None:
+        dataset = _collect(problems, lambda: load_dataset(sections.data))
+        kind = sections.algorithm_kind()
+        if dataset is not None:
+            datasets.append(dataset)
+            if kind is not None:
+                found = dataset_problems(dataset, ALGORITHMS[kind].check_row)
+                problems.extend(shorten(found))
+    for index, spec in enumerate(sections.evaluations):
+        if spec is not None:
+            dataset = _read_held_out(spec, f"evaluations[{index}].data", problems)
+            if dataset is not None:
+                datasets.append(dataset)
+    return datasets
+
+
+def _read_held_out(spec: EvaluationSpec, where: str, problems: list[Problem]) -> Dataset | None:
+    dataset = _collect(problems, lambda: load_dataset(spec.data, where).head(spec.limit))
+    if dataset is not None:
+        problems.extend(shorten(evaluation_problems(spec, dataset)))
+    _collect(problems, spec.verifier.build)
+    return dataset
+
+
+# --- model --------------------------------------------------------------------------------------
+
+
+def _check_model(sections: _Sections, datasets: list[Dataset], problems: list[Problem]) -> None:
+    if sections.model is None:
+        return
+    problems.extend(model_problems(sections.model.name, any(map(_holds_chat, datasets))))
+    source = sections.model.init_from
+    if source is not None and "://" not in source:
+        adapter = Path(source).expanduser() / "adapter_model.safetensors"
+        if not adapter.is_file():
+            problems.append(
+                Problem(
+                    "model.init_from",
+                    f"there is no {adapter}",
+                    "give the folder of a checkpoint, as a run's checkpoints/step-… is",
+                )
+            )
+
+
+def _holds_chat(dataset: Dataset) -> bool:
+    return any(
+        "messages" in row or not isinstance(row.get("prompt"), str | None) for row in dataset.rows
+    )
+
+
+def model_problems(name: str, chat: bool) -> list[Problem]:
+    """What is wrong with a model's name or the files of its folder; `chat` asks for a template."""
+    where = "model.name"
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        return [Problem(where, f"{name} is a file", "give the model's folder")]
+    if not folder.is_dir():
+        owner = name.partition("/")[0]
+        if HUB_NAME.fullmatch(name) and not Path(owner).is_dir():
+            return []
+        return [Problem(where, f"there is no folder {name}", _nearest_folder(folder))]
+    problems = []
+    if not (folder / "config.json").is_file():
+        problems.append(Problem(where, f"{name} has no config.json", "is this a model's folder?"))
+    if not any(folder.glob("*.safetensors")):
+        problems.append(
+            Problem(
+                where,
+                f"{name} has no weights",
+                "put model.safetensors there; pickled .bin files are not read",
+            )
+        )
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        problems.append(
+            Problem(
+                where,
+                f"{name} has no tokenizer",
+                "put tokenizer.json and tokenizer_config.json there",
+            )
+        )
+    elif chat and not _has_template(folder):
+        problems.append(
+            Problem(
+                where,
+                f"the tokenizer of {name} has no chat template, and the data holds chat rows",
+                "put a chat_template.jinja there, take an instruct model, or give the rows as "
+                "prompt and completion strings",
+            )
+        )
+    return problems
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def _nearest_folder(folder: Path) -> str:
+    parent = folder.parent
+    names = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, names, n=1)
+    if near:
+        return f"did you mean {parent / near[0]}?"
+    return (
+        f"give a folder, relative to the working directory ({Path.cwd()}), or a hub name such as "
+        "Qwen/Qwen3-0.6B"
+    )
+
+
+# --- store and backend --------------------------------------------------------------------------
+
+
+def _check_store(sections: _Sections, problems: list[Problem]) -> None:
+    if not isinstance(sections.store, str) or not sections.store:
+        return
+    from backends.storage.objects import open_store
+
+    try:
+        open_store(sections.store).check_writable()
+    except UserError as error:
+        problems.extend(
+            Problem("store", f"{sections.store}: {p.what}", p.remedy) for p in error.problems
+        )
+    except FlowtuneError as error:
+        problems.append(Problem("store", f"{sections.store}: {error}"))
+
+
+def _check_backend(sections: _Sections, problems: list[Problem]) -> None:
+    if sections.backend is None or sections.model is None:
+        return
+    spec = ModelSpec(name=sections.model.name)
+    if sections.algorithm is not None:
+        spec = model_spec(sections.model, sections.algorithm, 0)
+    problems.extend(sections.backend.row().check(sections.backend.params, spec))

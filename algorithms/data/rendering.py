@@ -1,0 +1,461 @@
+"""Rows to tokens: what the model reads, and which tokens it has to produce.
+
+The supervised tokens of an assistant turn are those the model must produce behind the generation
+prompt: the turn's content up to and including the last special token of the turn (end of turn).
+What the template writes behind that (a line break) is not supervised. A template without such a
+token is supervised up to the end of the turn.
+
+Spans are found by rendering prefixes, and every prefix is checked: the messages before the turn
+with the generation prompt, and the messages up to the turn, must be prefixes of the whole, as text
+and as tokens. Where they are not, the model would train on something else than it is asked for.
+
+Shapes: N tokens of input; a row holds N + 1 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from algorithms.data.dataset import (
+    Conversation,
+    Dataset,
+    Message,
+    PlainText,
+    last_assistant,
+    read_example,
+    row_problem,
+    shorten,
+)
+from backends.base import Tokenizer
+from backends.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    import tinker
+
+__all__ = [
+    "Rendered",
+    "Rendering",
+    "Supervise",
+    "chat_prompt",
+    "generation_prompt",
+    "plain_prompt",
+    "render_colored",
+    "render_rows",
+    "stop_tokens",
+    "to_datum",
+]
+
+Supervise = Literal["all_assistant", "last_assistant"]
+
+CHUNK_ROWS = 1024
+NO_LIMIT = 10**9  # tokenizers without a limit of their own say 1e30
+
+_PROBE: list[Message] = [
+    {"role": "user", "content": "Hi."},
+    {"role": "assistant", "content": "Hello."},
+]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rendered:
+    """One row: `tokens` [N + 1], `mask` [N + 1] (true where supervised), and the row's place."""
+
+    tokens: npt.NDArray[np.int64]
+    mask: npt.NDArray[np.bool_]
+    place: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """All rows that are trained on, in the dataset's order, and what became of the others."""
+
+    rows: list[Rendered]
+    cut: int
+    dropped: int
+
+    @property
+    def tokens_total(self) -> int:
+        """Tokens of all rows."""
+        return sum(len(row.tokens) for row in self.rows)
+
+    @property
+    def tokens_supervised(self) -> int:
+        """Tokens that the loss counts, once per epoch."""
+        return sum(int(row.mask[1:].sum()) for row in self.rows)
+
+
+def render_rows(
+    dataset: Dataset,
+    tokenizer: Tokenizer,
+    supervise: Supervise = "all_assistant",
+    max_seq_len: int | None = None,
+) -> Rendering:
+    """Tokens and masks of all rows; rows are cut at `max_seq_len` tokens (None: the model's).
+
+    A row of which nothing supervised remains is dropped. Raises UserError naming each bad row, for
+    a template that is not prefix-stable, and if no row remains.
+    """
+    writer = _Writer(tokenizer, supervise)
+    limit = max_seq_len or _model_limit(tokenizer)
+    rows: list[Rendered] = []
+    problems: list[Problem] = []
+    cut = dropped = 0
+    for start in range(0, len(dataset), CHUNK_ROWS):
+        chunk = Dataset(
+            dataset.rows[start : start + CHUNK_ROWS],
+            dataset.places[start : start + CHUNK_ROWS],
+            dataset.source,
+        )
+        for done in writer.render(chunk):
+            if isinstance(done, Problem):
+                problems.append(done)
+            elif limit is None or len(done.tokens) <= limit:
+                rows.append(done)
+            elif done.mask[1:limit].any():
+                rows.append(Rendered(done.tokens[:limit], done.mask[:limit], done.place))
+                cut += 1
+            else:
+                dropped += 1
+    if problems:
+        raise UserError(*shorten(problems))
+    if not rows:
+        raise UserError(
+            Problem(
+                "algorithm.params.max_seq_len",
+                f"no supervised token of {dataset.source} lies in the first {limit} tokens of its "
+                "row",
+                "raise max_seq_len or shorten the prompts",
+            )
+        )
+    return Rendering(rows, cut, dropped)
+
+
+def to_datum(row: Rendered) -> tinker.Datum:
+    """The row as a training example: inputs [N], targets one further [N], their weights [N]."""
+    import tinker
+
+    return tinker.Datum(
+        model_input=tinker.ModelInput.from_ints(row.tokens[:-1].tolist()),
+        loss_fn_inputs={
+            "target_tokens": tinker.TensorData.from_numpy(row.tokens[1:]),
+            "weights": tinker.TensorData.from_numpy(row.mask[1:].astype(np.float32)),
+        },
+    )
+
+
+def render_colored(
+    tokens: Sequence[int] | npt.NDArray[np.int64],
+    mask: Sequence[bool] | npt.NDArray[np.bool_],
+    tokenizer: Tokenizer,
+) -> list[tuple[str, bool]]:
+    """The row as text in spans of (text, supervised), special tokens shown."""
+    pairs = zip((int(token) for token in tokens), (bool(on) for on in mask), strict=True)
+    return [
+        (str(tokenizer.decode([token for token, _ in span])), on)
+        for on, span in groupby(pairs, key=lambda pair: pair[1])
+    ]
+
+
+def generation_prompt(
+    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None
+) -> list[int]:
+    """The tokens of a conversation up to where the assistant's next turn begins."""
+    text = _template(tokenizer, [messages], tools, generation=True)[0]
+    return _token_lists(tokenizer, [text])[0]
+
+
+def chat_prompt(
+    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, place: str
+) -> list[int]:
+    """The same of a row. Raises UserError naming its place if the template does not take it."""
+    if not tokenizer.chat_template:
+        raise UserError(_no_template(place))
+    try:
+        return generation_prompt(messages, tokenizer, tools)
+    except Exception as error:
+        raise UserError(_refused(error, place)) from error
+
+
+def plain_prompt(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of a prompt without a template, opened as the tokenizer opens any text."""
+    ids: list[int] = tokenizer([text], add_special_tokens=True)["input_ids"][0]
+    if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
+    return ids
+
+
+def stop_tokens(tokenizer: Tokenizer) -> list[int]:
+    """The tokens at which an answer ends: the tokenizer's eos and the template's end of turn."""
+    ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
+    if tokenizer.chat_template:
+        before = generation_prompt(_PROBE[:1], tokenizer)
+        whole = _token_lists(tokenizer, _template(tokenizer, [_PROBE], None, generation=False))[0]
+        special = _special_tokens(tokenizer)
+        last = whole[_end_of_turn(whole, len(before), len(whole), special, tokenizer) - 1]
+        if last in special:
+            ends.add(last)
+    return sorted(ends)
+
+
+# --- from rows to tokens ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """The rendered text before an assistant turn's answer, and up to the turn's end."""
+
+    index: int
+    before: str
+    until: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Script:
+    """A row as text: the whole, and its supervised turns."""
+
+    whole: str
+    turns: list[_Turn]
+    place: str
+
+
+class _Writer:
+    """Renders rows with one tokenizer; chunks are tokenised in one call."""
+
+    def __init__(self, tokenizer: Tokenizer, supervise: Supervise) -> None:
+        self.tokenizer = tokenizer
+        self.supervise = supervise
+        self.special = _special_tokens(tokenizer)
+
+    def render(self, chunk: Dataset) -> Iterable[Rendered | Problem]:
+        """One result for each row of the chunk, in order."""
+        done: list[Rendered | Problem | _Script | None] = [None] * len(chunk)
+        chats: list[tuple[int, Conversation]] = []
+        for index, (row, place) in enumerate(zip(chunk.rows, chunk.places, strict=True)):
+            problem = row_problem(row, place)
+            example = None if problem else read_example(row)
+            if isinstance(example, Conversation):
+                chats.append((index, example))
+            elif isinstance(example, PlainText):
+                done[index] = self._plain(example, place)
+            else:
+                done[index] = problem
+        scripts = self._scripts([chat for _, chat in chats], [chunk.places[i] for i, _ in chats])
+        for (index, _), script in zip(chats, scripts, strict=True):
+            done[index] = script
+        return self._tokenise(done)
+
+    # chat rows
+
+    def _scripts(self, chats: list[Conversation], places: list[str]) -> list[_Script | Problem]:
+        if chats and not self.tokenizer.chat_template:
+            return [_no_template(place) for place in places]
+        try:
+            return self._write(chats, places)
+        except Exception as error:  # noqa: BLE001  (templates raise anything; reported by row)
+            if len(chats) == 1:
+                return [_refused(error, places[0])]
+            pairs = zip(chats, places, strict=True)
+            return [self._scripts([chat], [place])[0] for chat, place in pairs]
+
+    def _write(self, chats: list[Conversation], places: list[str]) -> list[_Script | Problem]:
+        wanted: list[tuple[list[Message], list[Any] | None, bool]] = []
+        for chat in chats:
+            wanted.append((chat.messages, chat.tools, False))
+            for turn in self._supervised(chat):
+                wanted.append((chat.messages[:turn], chat.tools, True))
+                if turn + 1 < len(chat.messages):
+                    wanted.append((chat.messages[: turn + 1], chat.tools, False))
+        texts = iter(_template_all(self.tokenizer, wanted))
+        scripts: list[_Script | Problem] = []
+        for chat, place in zip(chats, places, strict=True):
+            whole = next(texts)
+            turns = [
+                _Turn(turn, next(texts), next(texts) if turn + 1 < len(chat.messages) else whole)
+                for turn in self._supervised(chat)
+            ]
+            problem = next((p for turn in turns if (p := _unstable(turn, whole, place))), None)
+            scripts.append(problem or _Script(whole, turns, place))
+        return scripts
+
+    def _supervised(self, chat: Conversation) -> list[int]:
+        if self.supervise == "last_assistant":
+            return [last_assistant(chat.messages)]
+        return [
+            index
+            for index, turn in enumerate(chat.messages)
+            if turn["role"] == "assistant" and index >= chat.first_supervised
+        ]
+
+    def _tokenise(
+        self, done: list[Rendered | Problem | _Script | None]
+    ) -> Iterable[Rendered | Problem]:
+        scripts = [item for item in done if isinstance(item, _Script)]
+        texts = {text for script in scripts for text in _texts(script)}
+        ordered = sorted(texts)
+        tokens = dict(zip(ordered, _token_lists(self.tokenizer, ordered), strict=True))
+        for item in done:
+            if isinstance(item, _Script):
+                yield self._mask(item, tokens)
+            elif item is not None:
+                yield item
+
+    def _mask(self, script: _Script, tokens: dict[str, list[int]]) -> Rendered | Problem:
+        whole = tokens[script.whole]
+        mask = np.zeros(len(whole), dtype=np.bool_)
+        for turn in script.turns:
+            before, until = tokens[turn.before], tokens[turn.until]
+            if whole[: len(before)] != before or whole[: len(until)] != until:
+                return _merged(turn, script.place)
+            end = _end_of_turn(whole, len(before), len(until), self.special, self.tokenizer)
+            mask[len(before) : end] = True
+        return Rendered(np.asarray(whole, dtype=np.int64), mask, script.place)
+
+    # prompt and completion as text
+
+    def _plain(self, example: PlainText, place: str) -> Rendered | Problem:
+        eos = self.tokenizer.eos_token_id
+        if eos is None:
+            return Problem(
+                "model.name",
+                "the tokenizer has no eos token, so a completion would have no end",
+                "take a tokenizer with an eos_token, or chat rows",
+            )
+        prompt = plain_prompt(example.prompt, self.tokenizer)
+        whole = plain_prompt(example.prompt + example.completion, self.tokenizer)
+        if whole[: len(prompt)] == prompt:
+            completion = whole[len(prompt) :]
+        else:  # the texts merge where they meet; at inference the prompt's tokens stand alone
+            completion = _token_lists(self.tokenizer, [example.completion])[0]
+        if not completion or completion[-1] != eos:
+            completion = [*completion, int(eos)]
+        mask = np.zeros(len(prompt) + len(completion), dtype=np.bool_)
+        mask[len(prompt) :] = True
+        return Rendered(np.asarray([*prompt, *completion], dtype=np.int64), mask, place)
+
+
+def _texts(script: _Script) -> Iterable[str]:
+    yield script.whole
+    for turn in script.turns:
+        yield turn.before
+        yield turn.until
+
+
+def _template_all(
+    tokenizer: Tokenizer, wanted: list[tuple[list[Message], list[Any] | None, bool]]
+) -> list[str]:
+    """The texts of conversations; those that differ in nothing but messages go in one call."""
+    texts: list[str] = [""] * len(wanted)
+    plain: dict[bool, list[int]] = {False: [], True: []}
+    for index, (messages, tools, generation) in enumerate(wanted):
+        if tools is None:
+            plain[generation].append(index)
+        else:
+            texts[index] = _template(tokenizer, [messages], tools, generation)[0]
+    for generation, indices in plain.items():
+        if indices:
+            conversations = [wanted[index][0] for index in indices]
+            rendered = _template(tokenizer, conversations, None, generation)
+            for index, text in zip(indices, rendered, strict=True):
+                texts[index] = text
+    return texts
+
+
+def _template(
+    tokenizer: Tokenizer,
+    conversations: list[list[Message]],
+    tools: list[Any] | None,
+    generation: bool,
+) -> list[str]:
+    texts: list[str] = tokenizer.apply_chat_template(
+        conversations, tools=tools, tokenize=False, add_generation_prompt=generation
+    )
+    return texts
+
+
+def _token_lists(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    if not texts:
+        return []
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _special_tokens(tokenizer: Tokenizer) -> frozenset[int]:
+    added = {int(i) for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return frozenset(added | {int(i) for i in tokenizer.all_special_ids})
+
+
+def _end_of_turn(
+    tokens: list[int], start: int, stop: int, special: frozenset[int], tokenizer: Tokenizer
+) -> int:
+    """Where the supervised part of a turn in tokens[start:stop] ends (exclusive)."""
+    for index in range(stop - 1, start - 1, -1):
+        if tokens[index] in special:
+            return index + 1
+        if str(tokenizer.decode([tokens[index]])).strip():
+            break
+    return stop
+
+
+def _model_limit(tokenizer: Tokenizer) -> int | None:
+    limit = int(min(tokenizer.model_max_length, NO_LIMIT))
+    return None if limit == NO_LIMIT else limit
+
+
+# --- what can be wrong --------------------------------------------------------------------------
+
+_REMEDY = (
+    "use supervise: last_assistant, make one row of each assistant turn, or give the model's "
+    "folder a chat template that writes earlier turns as it writes the last one"
+)
+
+
+def _unstable(turn: _Turn, whole: str, place: str) -> Problem | None:
+    for part, what in ((turn.before, "what comes before it"), (turn.until, "it")):
+        if not whole.startswith(part):
+            at = next(
+                (i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b),
+                min(len(part), len(whole)),
+            )
+            return Problem(
+                place,
+                f"turn {turn.index} (assistant): the chat template renders {what} differently "
+                f"once later turns follow: {_around(part, at)} becomes {_around(whole, at)}",
+                _REMEDY,
+            )
+    return None
+
+
+def _around(text: str, at: int) -> str:
+    return repr(text[max(0, at - 20) : at + 30])
+
+
+def _merged(turn: _Turn, place: str) -> Problem:
+    return Problem(
+        place,
+        f"turn {turn.index} (assistant): its first tokens merge with the template's text around it",
+        "remove the white space at the beginning and the end of its content",
+    )
+
+
+def _refused(error: Exception, place: str) -> Problem:
+    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return Problem(
+        place,
+        f"the model's chat template refuses the row: {first_line}",
+        "bring the turns into the order that the template wants",
+    )
+
+
+def _no_template(place: str) -> Problem:
+    return Problem(
+        place,
+        "a chat row, but the model's tokenizer has no chat template",
+        "take an instruct model, put a chat_template.jinja into its folder, or give the rows as "
+        "prompt and completion strings",
+    )

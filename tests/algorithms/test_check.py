@@ -1,0 +1,209 @@
+"""The preflight: every mistake at once, by name, with a remedy, and nothing started."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from algorithms.check import check_experiment, model_problems
+from algorithms.experiment import Experiment
+from backends.errors import Problem
+from tests.algorithms.samples import ROWS, chat, document
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def model_folder(name: str = "model", without: str = "", template: bool = True) -> str:
+    folder = Path(name)
+    folder.mkdir(parents=True)
+    files = {
+        "config.json": "{}",
+        "model.safetensors": "x",
+        "tokenizer.json": "{}",
+        "tokenizer_config.json": json.dumps({"chat_template": "x"} if template else {}),
+    }
+    for file, text in files.items():
+        if file != without:
+            (folder / file).write_text(text)
+    return name
+
+
+def problems_of(**changes: Any) -> list[Problem]:
+    return check_experiment(document(**changes))[1]
+
+
+def test_a_good_experiment_has_no_problems(tmp_path: Path) -> None:
+    path = Path("sft.yaml")
+    path.write_text(yaml.safe_dump(document()))
+    experiment, problems = check_experiment(path, ["algorithm.params.max_steps=3"])
+    assert problems == []
+    assert isinstance(experiment, Experiment)
+    assert experiment.algorithm.params.max_steps == 3
+    assert [entry.name for entry in tmp_path.rglob("*") if entry.is_file()] == ["sft.yaml"]
+
+
+def test_everything_at_once() -> None:
+    Path("train.jsonl").write_text(
+        "\n".join([json.dumps(chat("q", "a")), "{", json.dumps(chat("q"))])
+    )
+    Path("good.jsonl").write_text("\n".join([json.dumps(chat("q")), json.dumps({"x": 1})]))
+    Path("store").write_text("a file")
+    experiment, problems = check_experiment(
+        {
+            "name": "a/b",
+            "sede": 1,
+            "store": "store",
+            "model": {"name": "examples/models/tiny"},
+            "data": {"kind": "jsonl", "path": "train.jsonl"},
+            "algorithm": {"kind": "sft", "params": {"lr": 1}},
+            "backend": {"kind": "mok"},
+            "evaluations": [
+                {"name": "one", "data": {"kind": "jsonl", "path": "good.jsonl"}, "every": 0},
+                {"name": "two", "data": {"kind": "jsonl", "path": "absent.jsonl"}},
+                {"name": "three", "data": {"kind": "sql"}},
+            ],
+        }
+    )
+    assert experiment is None
+    assert {problem.where for problem in problems} == {
+        "name",
+        "sede",
+        "store",
+        "model.name",
+        "train.jsonl:2",
+        "algorithm.params.lr",
+        "backend.kind",
+        "evaluations[0].every",
+        "good.jsonl:1",
+        "good.jsonl:2",
+        "evaluations[1].data.path",
+        "evaluations[2].data.kind",
+    }
+
+
+def test_rows_are_checked_even_where_the_parameters_are_wrong() -> None:
+    found = problems_of(
+        data={"kind": "rows", "rows": [chat("q"), chat("q", "a")]},
+        algorithm={"kind": "mock_sft", "params": {"batch_size": "big"}},
+    )
+    assert [problem.where for problem in found] == ["algorithm.params.batch_size", "data.rows[0]"]
+
+
+def test_many_bad_rows_are_counted() -> None:
+    found = problems_of(data={"kind": "rows", "rows": [chat("q")] * 30})
+    assert len(found) == 21
+    assert "10 more bad rows (30 in all)" in found[-1].what
+
+
+def test_a_document_that_cannot_be_read() -> None:
+    experiment, problems = check_experiment("no.yaml")
+    assert experiment is None
+    assert [problem.where for problem in problems] == ["no.yaml"]
+    assert check_experiment(document(), ["x"])[1][0].where == "--set x"
+
+
+def test_verifier_parameters_are_checked() -> None:
+    held = {"name": "held", "data": {"kind": "rows", "rows": ROWS}}
+    (problem,) = problems_of(
+        evaluations=[held | {"verifier": {"kind": "exact_match", "params": {"stripp": True}}}]
+    )
+    assert problem.where == "evaluations[0].verifier.params.stripp"
+    assert "did you mean 'strip'?" in problem.remedy
+
+
+# --- stores -------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_store_that_cannot_be_written() -> None:
+    Path("closed").mkdir(mode=0o500)
+    (problem,) = problems_of(store="closed/runs")
+    assert problem.where == "store"
+    assert problem.remedy
+
+
+def test_a_store_below_a_file() -> None:
+    Path("file").write_text("x")
+    (problem,) = problems_of(store="file/runs")
+    assert problem.where == "store"
+    assert "file/runs" in problem.what
+
+
+def test_a_store_of_an_unknown_kind() -> None:
+    (problem,) = problems_of(store="ftp://x/y")
+    assert problem.where == "store"
+    assert "s3://" in problem.remedy
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+def test_a_whole_folder_and_hub_names_pass() -> None:
+    assert model_problems(model_folder(), chat=True) == []
+    assert model_problems("Qwen/Qwen3-0.6B", chat=True) == []
+
+
+@pytest.mark.parametrize(
+    ("without", "what"),
+    [
+        ("config.json", "has no config.json"),
+        ("model.safetensors", "has no weights"),
+        ("tokenizer.json", "has no tokenizer"),
+    ],
+)
+def test_a_folder_with_a_file_missing(without: str, what: str) -> None:
+    (problem,) = model_problems(model_folder(without=without), chat=True)
+    assert problem.where == "model.name"
+    assert what in problem.what
+    assert problem.remedy
+
+
+def test_a_template_is_asked_for_by_chat_rows_only() -> None:
+    name = model_folder(template=False)
+    (problem,) = model_problems(name, chat=True)
+    assert "no chat template" in problem.what
+    assert model_problems(name, chat=False) == []
+    (Path(name) / "chat_template.jinja").write_text("x")
+    assert model_problems(name, chat=True) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["examples/models/nope", "/nope", "./nope", "nope", "models/tny-qwen"]
+)
+def test_a_folder_that_is_not_there(name: str) -> None:
+    Path("models/tiny-qwen3").mkdir(parents=True)
+    (problem,) = model_problems(name, chat=True)
+    assert problem.what == f"there is no folder {name}"
+    if name == "models/tny-qwen":
+        assert problem.remedy == "did you mean models/tiny-qwen3?"
+    else:
+        assert "Qwen/Qwen3-0.6B" in problem.remedy
+
+
+def test_a_file_is_not_a_model() -> None:
+    Path("model.gguf").write_text("x")
+    assert model_problems("model.gguf", chat=True)[0].what == "model.gguf is a file"
+
+
+def test_weights_to_start_from_must_be_there() -> None:
+    name = model_folder()
+    found = problems_of(
+        model={"name": name, "init_from": "runs/x"},
+        algorithm={"kind": "sft"},
+        backend={"kind": "tinker", "params": {"api_key_env": "NO_SUCH_KEY"}},
+    )
+    where = {problem.where: problem for problem in found}
+    assert set(where) == {"model.init_from", "backend.params.api_key_env"}
+    assert "adapter_model.safetensors" in where["model.init_from"].what
+
+
+def test_the_mock_needs_no_model() -> None:
+    assert problems_of(model={"name": "nowhere/at/all"}) == []

@@ -1,0 +1,323 @@
+"""What every registered algorithm must do, and what becomes of plug-ins."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+from algorithms.base import BaseAlgorithmConfig
+from algorithms.check import check_experiment
+from algorithms.experiment import Experiment, parse_experiment
+from algorithms.mock_sft import MockSFT
+from algorithms.registry import (
+    ALGORITHMS,
+    REGISTRIES,
+    algorithm_class,
+    listings,
+    register_algorithm,
+)
+from algorithms.sft import SFT, SFTConfig
+from backends.base import SavedState
+from backends.errors import UserError
+from tests.algorithms.samples import document, experiment, open_backend, set_up, train
+
+KINDS = sorted(ALGORITHMS.rows())
+
+
+def of_kind(kind: str, seed: int = 0, **params: Any) -> Experiment:
+    small = {"batch_size": 3} | params
+    return experiment(
+        algorithm={"kind": kind, "params": small}, backend={"kind": "mock"}, seed=seed
+    )
+
+
+async def batches(spec: Experiment, steps: int = 4) -> list[str]:
+    """What the first batches hold, as text that can be compared."""
+    algorithm = await set_up(spec, await open_backend(spec))
+    built = [await algorithm.build_batch(step) for step in range(steps)]
+    return [
+        repr(
+            [
+                (
+                    datum.model_input.to_ints(),
+                    {k: v.to_numpy().tolist() for k, v in datum.loss_fn_inputs.items()},
+                )
+                for datum in batch.data
+            ]
+        )
+        for batch in built
+    ]
+
+
+# --- the contract of every algorithm ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_config_round_trips(kind: str) -> None:
+    config = algorithm_class(kind).Config(learning_rate=0.5, max_steps=3)
+    again = type(config).model_validate_json(config.model_dump_json())
+    assert again == config
+    assert issubclass(type(config), BaseAlgorithmConfig)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_schema_describes_every_parameter(kind: str) -> None:
+    schema = algorithm_class(kind).Config.model_json_schema()
+    json.dumps(schema)
+    assert schema["additionalProperties"] is False
+    for name, field in schema["properties"].items():
+        assert "$ref" in field or field.get("description"), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bad_parameters_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(UserError) as caught:
+        of_kind(kind, batch_size=0, learnig_rate=1.0, max_steps="many")
+    assert {problem.where for problem in caught.value.problems} == {
+        "algorithm.params.batch_size",
+        "algorithm.params.learnig_rate",
+        "algorithm.params.max_steps",
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_batches_are_decided_by_the_seed(kind: str) -> None:
+    first = await batches(of_kind(kind))
+    assert await batches(of_kind(kind)) == first
+    assert await batches(of_kind(kind, seed=1)) != first
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_batches_do_not_depend_on_those_before(kind: str) -> None:
+    spec = of_kind(kind)
+    algorithm = await set_up(spec, await open_backend(spec))
+    late = (await algorithm.build_batch(3)).data
+    again = (await (await set_up(spec, await open_backend(spec))).build_batch(3)).data
+    assert [d.model_input.to_ints() for d in late] == [d.model_input.to_ints() for d in again]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_steps_are_counted_from_the_rows(kind: str) -> None:
+    spec = of_kind(kind, num_epochs=2)
+    algorithm = await set_up(spec, await open_backend(spec))
+    assert algorithm.steps_per_epoch == 3  # 7 rows, 3 at a time
+    assert algorithm.total_steps == 6
+    capped = of_kind(kind, num_epochs=2, max_steps=50)
+    assert (await set_up(capped, await open_backend(capped))).total_steps == 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_learns_and_its_metrics_are_plain_numbers(kind: str) -> None:
+    spec = of_kind(kind, max_steps=20, learning_rate=0.05)
+    rows = await train(spec, await open_backend(spec))
+    assert rows[-1]["train_mean_nll"] < 0.5 * rows[0]["train_mean_nll"]
+    assert all(
+        type(value) is float and np.isfinite(value) for row in rows for value in row.values()
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+async def test_it_resumes_exactly(kind: str, tmp_path: Path) -> None:
+    spec = of_kind(kind, max_steps=6, schedule={"kind": "linear"})
+    whole = await train(spec, await open_backend(spec))
+    first = await open_backend(spec)
+    begun = await train(spec, first, last=4)
+    await first.export_state(await first.save_full_state("s"), tmp_path)
+    second = await open_backend(spec, SavedState(None, tmp_path))
+    assert begun + await train(spec, second, first=4) == whole
+
+
+# --- registering --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def focal() -> Iterator[type[SFT]]:
+    """The example of the documents: SFT with a loss of its own."""
+    from algorithms.base import TrainingBatch
+
+    class FocalSFTConfig(SFTConfig):  # inherits extra="forbid" + all SFT knobs
+        gamma: float = 2.0  # focal-loss focusing parameter
+
+    @register_algorithm("focal_sft")
+    class FocalSFT(SFT):
+        name: ClassVar[str] = "focal_sft"
+        Config: ClassVar[type] = FocalSFTConfig
+
+        async def build_batch(self, step_idx: int) -> TrainingBatch:
+            batch = await super().build_batch(step_idx)  # reuse SFT's slicing
+
+            def focal_loss(model_output, meta):  # type: ignore[no-untyped-def]
+                logp = model_output.logprobs  # per-token target logprob
+                p = logp.exp()
+                return -((1 - p) ** self.cfg.gamma * logp).mean()
+
+            batch.loss_fn = focal_loss  # client-side custom loss
+            return batch
+
+    yield FocalSFT
+    ALGORITHMS.forget("focal_sft")
+
+
+async def test_an_algorithm_of_ones_own_trains(focal: type[SFT]) -> None:
+    spec = of_kind("focal_sft", gamma=1.5, learning_rate=0.05, max_steps=20)
+    assert spec.algorithm.params.gamma == 1.5  # type: ignore[attr-defined]
+    rows = await train(spec, await open_backend(spec))
+    assert rows[-1]["train_mean_nll"] < 0.5 * rows[0]["train_mean_nll"]
+
+
+def test_an_algorithm_of_ones_own_is_checked_like_ours(focal: type[SFT]) -> None:
+    assert algorithm_class("focal_sft") is focal
+    with pytest.raises(UserError, match=r"algorithm\.params\.gama"):
+        of_kind("focal_sft", gama=1)
+    assert "focal_sft" in json.dumps(Experiment.model_json_schema())
+    (line,) = [line for line in listings() if line.kind == "focal_sft"]
+    assert line.origin == "registered by tests.algorithms.test_registry"
+
+
+def test_a_forgotten_algorithm_is_unknown_again() -> None:
+    register_algorithm("passing")(MockSFT)
+    ALGORITHMS.forget("passing")
+    with pytest.raises(UserError, match="there is no algorithm 'passing'"):
+        of_kind("passing")
+
+
+def test_a_built_in_name_cannot_be_taken() -> None:
+    with pytest.raises(ValueError, match="'sft' is built in"):
+        register_algorithm("sft")(MockSFT)
+    register_algorithm("sft")(SFT)  # the same class is no other
+    ALGORITHMS.forget("sft")
+
+
+# --- plug-ins -----------------------------------------------------------------------------------
+
+PLUGIN = '''
+"""A package that brings an algorithm, a verifier and a callback."""
+from typing import ClassVar
+from algorithms.callbacks import Callback
+from algorithms.registry import register_algorithm
+from algorithms.rewards.verifiers import ExactMatch
+from algorithms.sft import SFT, SFTConfig
+from pydantic import BaseModel
+
+
+class HouseConfig(SFTConfig):
+    strength: float
+
+class HouseSFT(SFT):
+    """The house's own recipe.
+
+    With more to say about it.
+    """
+    name: ClassVar[str] = "house"
+    Config: ClassVar[type] = HouseConfig
+
+@register_algorithm("self_made")
+class SelfMade(SFT):
+    """Registers itself and is an entry point too."""
+
+class Bare:
+    """Has no parameters."""
+
+class Shout(Callback):
+    """Says every step aloud."""
+    class Config(BaseModel):
+        volume: int = 3
+    def __init__(self, cfg):
+        self.cfg = cfg
+'''
+
+ENTRY_POINTS = """
+[flowtune.algorithms]
+house = house_plugin:HouseSFT
+broken = house_plugin_that_is_gone:Nothing
+sft = house_plugin:HouseSFT
+self_made = house_plugin:SelfMade
+bare = house_plugin:Bare
+
+[flowtune.verifiers]
+house_match = house_plugin:ExactMatch
+
+[flowtune.callbacks]
+shout = house_plugin:Shout
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "house_plugin.py").write_text(PLUGIN)
+    info = tmp_path / "house-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: house\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    for registry in REGISTRIES.values():
+        registry.reload()
+    yield
+    monkeypatch.undo()
+    ALGORITHMS.forget("self_made")
+    sys.modules.pop("house_plugin", None)
+    importlib.invalidate_caches()
+    for registry in REGISTRIES.values():
+        registry.reload()
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plug_in_is_chosen_from_the_document() -> None:
+    spec = experiment(
+        algorithm={"kind": "house", "params": {"strength": 2}},
+        backend={"kind": "mock"},
+        callbacks=[{"kind": "shout", "params": {"volume": 11}}],
+    )
+    assert spec.algorithm.params.strength == 2.0  # type: ignore[attr-defined]
+    assert type(spec.algorithm.build()).__name__ == "HouseSFT"
+    callback: Any = spec.callbacks[0].build()
+    assert callback.cfg.volume == 11
+    assert parse_experiment(spec.model_dump(mode="json")) == spec
+    with pytest.raises(UserError, match=r"algorithm\.params\.strength: is missing"):
+        experiment(algorithm={"kind": "house", "params": {}})
+    with pytest.raises(UserError, match=r"algorithm\.params: is missing"):
+        experiment(algorithm={"kind": "house"})
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_plug_in_is_listed_with_where_it_comes_from() -> None:
+    lines = {(line.group, line.kind): line for line in listings()}
+    house = lines["algorithms", "house"]
+    assert (house.summary, house.origin) == ("The house's own recipe.", "plug-in house 1.2")
+    assert lines["algorithms", "sft"].origin == "built in"
+    assert lines["verifiers", "house_match"].origin == "plug-in house 1.2"
+    assert lines["callbacks", "shout"].summary == "Says every step aloud."
+    assert lines["algorithms", "self_made"].origin == "plug-in house 1.2"
+    assert experiment(algorithm={"kind": "self_made"}, backend={"kind": "mock"})
+
+
+@pytest.mark.usefixtures("plugin")
+def test_a_broken_plug_in_is_named_and_the_rest_works() -> None:
+    broken = {line.kind: line.error for line in listings() if line.error and "house" in line.error}
+    assert "No module named 'house_plugin_that_is_gone'" in broken["broken"]
+    assert "plug-in house 1.2" in broken["broken"]
+    bare = next(line.error for line in listings() if line.kind == "bare")
+    assert "needs a Config class" in str(bare)
+    taken = {line.kind: line.error for line in listings() if line.group == "algorithms"}
+    assert taken["sft (plug-in house 1.2)"] == "the name 'sft' is built in"
+    assert algorithm_class("sft") is SFT
+    with pytest.raises(UserError) as caught:
+        experiment(algorithm={"kind": "broken"})
+    (problem,) = caught.value.problems
+    assert problem.where == "algorithm.kind"
+    assert "cannot be used" in problem.what
+    assert "house_plugin_that_is_gone" in problem.remedy
+
+
+def test_without_plug_ins_only_ours_are_left() -> None:
+    assert set(KINDS) == set(ALGORITHMS.rows())
+    _, problems = check_experiment(document(algorithm={"kind": "house"}))
+    assert any("there is no algorithm 'house'" in problem.what for problem in problems)
