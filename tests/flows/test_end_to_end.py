@@ -144,6 +144,21 @@ def test_kill_9_then_the_same_command_ends_with_the_same_bits(
     assert [row["step"] for row in kept[1]] == list(range(1, 25))
 
 
+def test_the_same_yaml_on_s3(prefect_server: PrefectServer, s3_uri: str, shipped_run: Path) -> None:
+    from backends.storage.run_store import RunStore
+
+    settings = ("algorithm.params.max_steps=4", "algorithm.params.save_at_fractions=null")
+    finish(command(Path("runs"), "on-s3", *settings, f"store={s3_uri}"), prefect_server)
+    run = RunStore.open_existing(s3_uri, "on-s3")
+    assert run.checkpoint_steps() == [4]
+    result = run.read_result()
+    assert result is not None
+    assert result["artifacts"]["checkpoint"] == f"{s3_uri}/on-s3/checkpoints/step-000004"
+    # The first steps are those of the run in a folder: where a run is kept changes no number.
+    local = [row["train_mean_nll"] for row in rows(shipped_run / "metrics.jsonl")[:4]]
+    assert [row["train_mean_nll"] for row in run.metrics()] == local
+
+
 def test_ctrl_c_ends_the_engine_and_says_how_to_go_on(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
