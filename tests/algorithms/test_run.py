@@ -1,0 +1,185 @@
+"""The pipelined loop: what reaches the backend, in which order, and what happens on an error."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from algorithms.base import TrainingBatch
+from algorithms.experiment import Experiment
+from algorithms.mock_sft import MockSFT
+from algorithms.opening import open_live_run
+from algorithms.run import LiveRun
+from backends.storage.run_store import RunStore
+
+ROWS = [{"prompt": f"{i}", "completion": f"{i}{i}"} for i in range(8)]
+
+
+class Recorder:
+    """The run's backend, writing down each submission and each end of a result."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+        self.submitted: list[str] = []
+        self.finished: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._backend, name)
+        if not name.endswith("_async") and not name.startswith(("save_", "snapshot_")):
+            return method
+
+        def call(*args: Any, **kwargs: Any) -> Awaitable[Any]:
+            self.submitted.append(name)
+            return self._noted(name, method(*args, **kwargs))
+
+        return call
+
+    async def _noted(self, name: str, result: Awaitable[Any]) -> Any:
+        answer = await result
+        self.finished.append(name)
+        return answer
+
+
+class Unpunctual:
+    """The run's operations, each starting when it likes, as task runs do."""
+
+    def __init__(self, run: LiveRun, seed: int) -> None:
+        self._run = run
+        self._random = random.Random(seed)
+
+    async def _late(self, operation: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+        await asyncio.sleep(self._random.random() * 0.01)
+        return await operation(*args)
+
+    def build_batch(self, step: int) -> Any:
+        return self._late(self._run.build_batch, step)
+
+    def forward_backward(self, step: int) -> Any:
+        return self._late(self._run.forward_backward, step)
+
+    def optim_step(self, step: int) -> Any:
+        return self._late(self._run.optim_step, step)
+
+    def save(self, steps_done: int) -> Any:
+        return self._late(self._run.save, steps_done)
+
+    def evaluate(self, name: str, steps_done: int) -> Any:
+        return self._late(self._run.evaluate, name, steps_done)
+
+
+async def opened(tmp_path: Path, **params: Any) -> LiveRun:
+    experiment = Experiment.model_validate(
+        {
+            "name": "order",
+            "store": str(tmp_path),
+            "model": {"name": "any/model"},
+            "data": {"kind": "rows", "rows": ROWS},
+            "algorithm": {"kind": "mock_sft", "params": {"batch_size": 2, "max_steps": 6}},
+            "backend": {"kind": "mock", "params": params},
+            "evaluations": [{"name": "val", "data": {"kind": "rows", "rows": ROWS}, "every": 2}],
+        }
+    )
+    run = await open_live_run(experiment, RunStore(tmp_path, "a"))
+    run.backend = Recorder(run.backend)  # type: ignore[assignment]
+    return run
+
+
+STEP = ["forward_backward_async", "optim_step_async"]
+RECIPE = [
+    "snapshot_sampling_client",
+    *STEP,
+    *STEP,
+    "snapshot_sampling_client",
+    *STEP,
+    *STEP,
+    "snapshot_sampling_client",
+    *STEP,
+    *STEP,
+    "save_full_state",
+    "snapshot_sampling_client",
+]
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_requests_reach_the_backend_in_the_order_of_the_recipe(
+    tmp_path: Path, seed: int
+) -> None:
+    run = await opened(tmp_path)
+    await run.run_segment(Unpunctual(run, seed), 0, 6)
+    assert run.backend.submitted == RECIPE  # type: ignore[attr-defined]
+
+
+async def test_one_step_waits_behind_the_one_that_runs(tmp_path: Path) -> None:
+    run = await opened(tmp_path, step_seconds=0.02)
+    backend: Any = run.backend
+    ahead = []
+    real = run.build_batch
+
+    async def build_batch(step: int) -> Mapping[str, float]:
+        submitted = backend.submitted.count("forward_backward_async")
+        ahead.append(submitted - backend.finished.count("forward_backward_async"))
+        return await real(step)
+
+    run.build_batch = build_batch  # type: ignore[method-assign]
+    await run.run_segment(run, 0, 6)
+    assert max(ahead) == 2
+    assert ahead[2:] == [2, 2, 2, 2]
+
+
+async def test_an_on_policy_batch_is_built_from_the_weights_after_the_step_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MockSFT, "on_policy", True)
+    run = await opened(tmp_path)
+    backend: Any = run.backend
+    real = MockSFT.build_batch
+    steps_done_when_built = []
+
+    async def build_batch(self: MockSFT, step: int) -> TrainingBatch:
+        steps_done_when_built.append(backend.finished.count("optim_step_async"))
+        return await real(self, step)
+
+    monkeypatch.setattr(MockSFT, "build_batch", build_batch)
+    await run.run_segment(Unpunctual(run, 0), 0, 6)
+    assert steps_done_when_built == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("operation", ["build_batch", "forward_backward", "optim_step", "save"])
+async def test_the_first_error_ends_the_segment_and_nothing_later_is_submitted(
+    tmp_path: Path, operation: str
+) -> None:
+    run = await opened(tmp_path)
+    real = getattr(run, operation)
+    failing_at = 6 if operation == "save" else 3
+
+    async def fail(step: int) -> Any:
+        if step == failing_at:
+            raise ZeroDivisionError(f"{operation} {step}")
+        return await real(step)
+
+    setattr(run, operation, fail)
+    async with asyncio.timeout(10):
+        with pytest.raises(ZeroDivisionError, match=f"{operation} {failing_at}"):
+            await run.run_segment(Unpunctual(run, 1), 0, 6)
+    submitted = run.backend.submitted  # type: ignore[attr-defined]
+    if operation != "save":
+        assert submitted.count("optim_step_async") <= 4
+    assert run.store.checkpoint_steps() == []
+
+
+async def test_a_step_that_was_not_submitted_lets_none_after_it_through(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    backend: Any = run.backend
+
+    async def fail(step: int) -> Any:
+        raise ZeroDivisionError
+
+    run.forward_backward = fail  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        await run.run_segment(run, 0, 6)
+    assert "optim_step_async" not in backend.submitted
