@@ -74,7 +74,8 @@ class AbstractBackend(ABC):
 
         Requests are worked through in the order given, each on its own, so the result does not
         depend on what else is in the batch. A request with one bad datum fails whole and leaves
-        no gradient.
+        no gradient. One for a model or version that is not held here gets a RequestError of
+        category "server"; nothing is raised for it.
         """
 
     @abstractmethod
@@ -87,7 +88,10 @@ class AbstractBackend(ABC):
 
     @abstractmethod
     def sample(self, batch: Sequence[SampleRequest]) -> dict[str, SampleOutput | RequestError]:
-        """Draw from sampler weights; a sample depends on its request alone, not on the batch."""
+        """Draw from sampler weights; a sample depends on its request alone, not on the batch.
+
+        A request for a sampler that is not held here gets a RequestError of category "server".
+        """
 
     @abstractmethod
     def save_checkpoint(self, output_path: Path, model_id: str) -> None:

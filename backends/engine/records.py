@@ -120,7 +120,10 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """Sequences in order; `prompt_logprobs` [P] starts with NaN; top-k ids and logprobs [P, k]."""
+    """Sequences in order; `prompt_logprobs` [P] starts with NaN; top-k ids and logprobs [P, k].
+
+    The first row of the top-k is undefined: ids 0, logprobs NaN.
+    """
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: FloatArray | None = None
