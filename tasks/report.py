@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 async def report(run_id: str) -> dict[str, Any]:
     """Write the report of a run that is done, to its store and to Prefect; returns the result."""
     run = live(run_id)
-    page = await asyncio.to_thread(_write, run.store)
+    page = await asyncio.to_thread(_write, run.store, run.algorithm.setup_metrics())
     await acreate_markdown_artifact(
         for_prefect(page, run.store.uri()),
         key=artifact_key("report", run_id),
@@ -61,8 +61,8 @@ async def report(run_id: str) -> dict[str, Any]:
     return asdict(await asyncio.to_thread(run.finish))
 
 
-def _write(store: RunStore) -> Report:
-    page = render(collect(store, "completed"))
+def _write(store: RunStore, setup_metrics: Mapping[str, float]) -> Report:
+    page = render(collect(store, "completed", setup_metrics))
     store.write_report(page.markdown, page.images)
     return page
 
@@ -83,7 +83,7 @@ def artifact_key(kind: str, run_id: str) -> str:
 # --- from the store
 
 
-def collect(store: RunStore, status: str) -> RunRecord:
+def collect(store: RunStore, status: str, setup_metrics: Mapping[str, float]) -> RunRecord:
     """Read what the report is made of. Blocks."""
     info = store.info()
     experiment = store.read_experiment() or {}
@@ -92,7 +92,7 @@ def collect(store: RunStore, status: str) -> RunRecord:
     versions = ", ".join(f"{name} {version}" for name, version in info.packages.items())
     facts = {
         "model": f"`{experiment.get('model', {}).get('name', '')}`",
-        "begun": f"{began:%Y-%m-%d %H:%M} ({_duration(seconds)} ago)",
+        "begun": f"{began:%Y-%m-%d %H:%M}, reported {_duration(seconds)} later",
         "code": f"flowtune {info.flowtune}, commit {(info.git_commit or 'unknown')[:12]}",
         "with": f"Python {info.python}, {versions}",
         "backend": f"{info.backend}, seed {info.seed}",
@@ -103,13 +103,24 @@ def collect(store: RunStore, status: str) -> RunRecord:
         status=status,
         uri=store.uri(),
         experiment=experiment,
-        data={"source": experiment.get("data", {}), "fingerprint": info.data_fingerprint},
+        data=_data(experiment.get("data", {}), info.data_fingerprint, setup_metrics),
         facts=facts,
         rows=store.metrics(),
         evaluations=[_point(store, row) for row in store.evaluations()],
         checkpoints=_checkpoint_lines(store),
         flow_run_url=info.flow_run_url,
     )
+
+
+def _data(
+    source: Mapping[str, Any], fingerprint: str | None, setup_metrics: Mapping[str, float]
+) -> dict[str, Any]:
+    """Where the rows come from, which they were, and what set-up made of them."""
+    facts = {
+        name: f"{len(value)} rows" if name == "rows" else value for name, value in source.items()
+    }
+    made = {name.removeprefix("data/").replace("_", " "): v for name, v in setup_metrics.items()}
+    return facts | {"sha256": fingerprint} | {name: number(value) for name, value in made.items()}
 
 
 def _point(store: RunStore, row: Mapping[str, Any]) -> EvaluationPoint:

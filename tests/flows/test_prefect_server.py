@@ -1,4 +1,4 @@
-"""Finding, starting and reusing a Prefect server. Each in a process of its own: it sets variables."""
+"""Finding, starting and reusing a Prefect server; in other processes, as it sets variables."""
 
 from __future__ import annotations
 

@@ -1,0 +1,45 @@
+# make train   fine-tune the model that ships with flowtune
+# make test    lint, types and the whole suite
+
+# The first Python that is new enough; `make PYTHON=...` takes another.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null \
+	&& command -v $$p && break; done)
+CONFIG ?= examples/sft_arithmetic.yaml
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INPUTS := pyproject.toml constraints.txt
+
+.PHONY: help train test lint clean
+
+help: ## show this
+	@sed -n 's/^\([a-z]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+
+train: .venv/.for-training ## fine-tune the shipped model: an adapter and a report under runs/
+	$(BIN)/flowtune run $(CONFIG)
+
+test: lint ## lint, types and the whole suite; it starts every server it needs
+	$(BIN)/python -m pytest
+
+lint: .venv/.for-tests ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove the environment and what tools left behind; runs/ stays
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Stamps: an installation is repeated only when what it was made from has changed.
+.venv/.for-training: $(INPUTS) | .venv/.made
+	$(PIP) install --quiet --constraint constraints.txt --editable .
+	@touch $@
+
+.venv/.for-tests: $(INPUTS) | .venv/.made
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[test]'
+	@touch $@ .venv/.for-training
+
+.venv/.made:
+	@test -n '$(PYTHON)' || { echo 'flowtune needs Python 3.11 or newer, and found none: install one, or name it with make PYTHON=/path/to/python3' >&2; exit 1; }
+	$(PYTHON) -m venv .venv
+	@touch $@

@@ -1,0 +1,23 @@
+"""The engine, put together. See `core` for its parts and for what the services promise."""
+
+from __future__ import annotations
+
+from backends.engine.checkpoints import CheckpointStore
+from backends.engine.core import Core
+from backends.engine.models import Models
+from backends.engine.sampling import HeldSamplers, Samplers
+from backends.engine.storing import Storing
+from backends.engine.training import Training
+
+
+class Engine(Core):
+    """One base model, its adapters, and everyone who trains and samples them."""
+
+    def __init__(self, base_model: str, store: CheckpointStore) -> None:
+        super().__init__(base_model, store)
+        held = HeldSamplers(self)
+        self.models = Models(self, held.let_go)
+        self.training = Training(self)
+        self.storing = Storing(self, self.models)
+        self.samplers = Samplers(self, self.storing, held)
+        self.run_samples = self.samplers.run

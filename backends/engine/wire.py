@@ -1,0 +1,530 @@
+"""The Tinker protocol's bodies: protobuf and JSON in, records out, and results back to bytes.
+
+Shapes follow `tinker/proto` and `tinker/types` of the pinned SDK. Tensors go from the body to numpy
+without a Python list in between. Nothing here knows of HTTP, models or the order of requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Annotated, Any, Final, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import zstandard
+from google.protobuf.message import DecodeError
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic_core import from_json
+from tinker.proto import tinker_public_pb2 as pb
+
+from backends.engine.records import (
+    AdamParams,
+    Datum,
+    IntArray,
+    LoraConfig,
+    PassOutput,
+    SampleOutput,
+    SampleRequest,
+    SamplingParams,
+)
+
+PROTOBUF: Final = "application/x-protobuf"
+"""The media type of results that are not JSON."""
+MAX_BODY_BYTES: Final = 256 * 2**20
+"""The largest body that is read, and the most that a compressed one may unfold to."""
+MAX_CELLS: Final = 2**27
+"""Most tensor elements of one request, once sparse ones are dense."""
+MAX_SAMPLES: Final = 4096
+"""Most samples of one request."""
+_NO_LOGPROB: Final = -99999.0
+"""What the protocol puts in a top-k cell that holds nothing."""
+
+Array = npt.NDArray[np.generic]
+B = TypeVar("B", bound="Body")
+
+
+class BadBody(ValueError):
+    """A body that cannot be read; model and number are set if at least those were found."""
+
+    def __init__(self, message: str, model_id: str | None = None, seq_id: int | None = None):
+        super().__init__(message)
+        self.model_id = model_id
+        self.seq_id = seq_id
+
+
+# -- JSON requests -----------------------------------------------------------------------------
+
+SeqId = Annotated[StrictInt, Field(ge=0, lt=2**62)]
+TtlSeconds = Annotated[StrictInt, Field(ge=3600, le=10 * 366 * 86400)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+Tags = dict[str, Any]
+
+
+class Body(BaseModel):
+    """Base of every JSON request. Fields that a newer SDK adds are passed over."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+class CreateSession(Body):
+    """Opens a session; what it made is freed when it ends."""
+
+    tags: list[str] = []
+    user_metadata: Tags | None = None
+    sdk_version: str = ""
+
+
+class OfSession(Body):
+    """Names a session."""
+
+    session_id: str
+
+
+class OfModel(Body):
+    """Names a model."""
+
+    model_id: str
+
+
+class Numbered(OfModel):
+    """An operation on a model, in the order of `seq_id`."""
+
+    seq_id: SeqId | None = None
+
+
+class LoraBody(Body):
+    """The adapter that is asked for."""
+
+    rank: StrictInt
+    seed: StrictInt | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+    def record(self) -> LoraConfig:
+        """As the backend takes it; a seed outside 64 bits is folded into them."""
+        return LoraConfig(
+            rank=self.rank,
+            seed=None if self.seed is None else self.seed % 2**63,
+            train_attn=self.train_attn,
+            train_mlp=self.train_mlp,
+            train_unembed=self.train_unembed,
+        )
+
+
+class OptimizerBody(Body):
+    """Which optimizer a model gets; AdamW is the only one."""
+
+    type: str = "adamw"
+
+
+class CreateModel(OfSession):
+    """A fresh adapter on the base model."""
+
+    model_seq_id: SeqId
+    base_model: str
+    lora_config: LoraBody = LoraBody(rank=32)
+    optimizer_config: OptimizerBody = OptimizerBody()
+    user_metadata: Tags | None = None
+
+
+class LoadWeights(Body):
+    """Loads a checkpoint: into `model_id`, or into a new model numbered within its session."""
+
+    path: str
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: SeqId | None = None
+    session_id: str | None = None
+    model_seq_id: SeqId | None = None
+    base_model: str | None = None
+    optimizer_config: OptimizerBody | None = None
+    user_metadata: Tags | None = None
+
+
+class SaveWeights(Numbered):
+    """Keeps weights and optimizer under a name."""
+
+    path: str | None = None
+    ttl_seconds: TtlSeconds | None = None
+    overwrite: bool = False
+    user_metadata: Tags | None = None
+
+
+class SaveWeightsForSampler(Numbered):
+    """Keeps weights for sampling, under a name or for one sampling session."""
+
+    path: str | None = None
+    sampling_session_seq_id: SeqId | None = None
+    kind: str = "snapshot"
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: Tags | None = None
+
+
+class AdamBody(Body):
+    """One step's settings; see `records.AdamParams`."""
+
+    learning_rate: Number = 1e-4
+    beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[Number, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[Number, Field(ge=0)] = 0.0
+
+    def record(self) -> AdamParams:
+        """As the backend takes it."""
+        return AdamParams(**dict(self))
+
+
+class OptimStep(Numbered):
+    """One optimizer step. `optimizer_params` is how the SDK sends any optimizer but AdamW."""
+
+    adam_params: AdamBody | None = None
+    optimizer_params: OptimizerBody | None = None
+
+
+class CreateSamplingSession(OfSession):
+    """Sampling from a checkpoint, or from the base model."""
+
+    sampling_session_seq_id: SeqId
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class RetrieveFuture(Body):
+    """Asks for a request's answer."""
+
+    request_id: str
+
+
+class TinkerPath(Body):
+    """Names a checkpoint."""
+
+    tinker_path: str
+
+
+class ChunkBody(Body):
+    """A piece of a prompt; text only."""
+
+    type: str = "encoded_text"
+    tokens: list[StrictInt] = []
+
+
+class PromptBody(Body):
+    """A prompt, chunk by chunk."""
+
+    chunks: list[ChunkBody]
+
+    def tokens(self) -> IntArray:
+        """All tokens, [P]. Raises BadBody for anything but text."""
+        for index, chunk in enumerate(self.chunks):
+            if chunk.type != "encoded_text":
+                raise BadBody(f"prompt.chunks[{index}]: {_only_text(chunk.type)}")
+        try:
+            parts = [np.array(chunk.tokens, np.int64) for chunk in self.chunks]
+        except OverflowError:
+            raise BadBody("prompt: a token id does not fit in 64 bits") from None
+        return np.concatenate(parts) if parts else np.zeros(0, np.int64)
+
+
+class SamplingParamsBody(Body):
+    """How to draw; ranges are the backend's to check."""
+
+    max_tokens: StrictInt | None = None
+    seed: StrictInt | None = None
+    stop: StrictStr | list[StrictStr | StrictInt] | None = None
+    temperature: float = 1.0
+    top_k: StrictInt = -1
+    top_p: float = 1.0
+
+    def record(self, most_tokens: int) -> SamplingParams:
+        """As the backend takes it; without `max_tokens` the context is filled up."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        strings = tuple(stop for stop in stops or () if isinstance(stop, str))
+        tokens = tuple(stop for stop in stops or () if isinstance(stop, int))
+        return SamplingParams(
+            max_tokens=most_tokens if self.max_tokens is None else self.max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=None if self.seed is None else self.seed % 2**63,
+            stop_strings=strings or None,
+            stop_tokens=() if stops == [] else tokens or None,
+        )
+
+
+class Sample(Body):
+    """Draws from a sampling session's weights."""
+
+    sampling_session_id: str | None = None
+    seq_id: SeqId | None = None
+    num_samples: Annotated[StrictInt, Field(ge=1, le=MAX_SAMPLES)] = 1
+    prompt: PromptBody
+    sampling_params: SamplingParamsBody
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[StrictInt, Field(ge=0)] = 0
+    prompt_logprobs_last_n: Annotated[StrictInt, Field(ge=1)] | None = None
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+
+    def record(self, request_id: str, sampler_id: str | None, context: int) -> SampleRequest:
+        """As the backend takes it. Raises BadBody for what this engine does not do."""
+        for name in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
+            if getattr(self, name):
+                raise BadBody(f"{name}: this engine does not have it; leave it out")
+        prompt = self.prompt.tokens()
+        return SampleRequest(
+            request_id=request_id,
+            sampler_id=sampler_id,
+            prompt=prompt,
+            num_samples=self.num_samples,
+            params=self.sampling_params.record(max(1, context - prompt.size)),
+            prompt_logprobs=bool(self.prompt_logprobs),
+            topk_prompt_logprobs=self.topk_prompt_logprobs,
+        )
+
+
+def read_json(kind: type[B], body: bytes) -> B:
+    """The request in a JSON body. Raises BadBody that says which fields are wrong, and how."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        numbered = {"model_id", "seq_id"} <= kind.model_fields.keys()
+        raise BadBody(_explain(error), *(_ids(body) if numbered else ())) from None
+
+
+def _ids(body: bytes) -> tuple[str | None, int | None]:
+    """Model and number of a body that is at least a JSON object, so that its turn is used up."""
+    try:
+        document = from_json(body)
+    except ValueError:
+        return None, None
+    if not isinstance(document, dict):
+        return None, None
+    model_id, seq_id = document.get("model_id"), document.get("seq_id")
+    numbered = type(seq_id) is int and 0 <= seq_id < 2**62
+    return model_id if isinstance(model_id, str) else None, seq_id if numbered else None
+
+
+def _explain(error: ValidationError) -> str:
+    problems = []
+    for problem in error.errors(include_url=False, include_context=False)[:5]:
+        where = ".".join(str(part) for part in problem["loc"]) or "body"
+        given = problem.get("input")
+        shown = f" (is {given!r})" if isinstance(given, str | int | float | None) else ""
+        problems.append(f"{where}: {problem['msg']}{shown[:80]}")
+    return "; ".join(problems)
+
+
+# -- forward_backward --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PassBody:
+    """A forward_backward request; with `problem` set, its data could not be read."""
+
+    model_id: str
+    seq_id: int | None
+    loss_fn: str
+    loss_config: Mapping[str, float | str]
+    forward_only: bool
+    data: tuple[Datum, ...]
+    problem: str | None = None
+
+
+def read_pass(body: bytes, encoding: str) -> PassBody:
+    """The request in a protobuf body, plain or zstd. Raises BadBody if it is neither."""
+    if encoding == "zstd":
+        body = _unfold(body)
+    elif encoding not in ("", "identity"):
+        raise BadBody(f"Content-Encoding: {encoding} is not known; send zstd or none")
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise BadBody(f"body: is no ForwardBackwardRequest protobuf ({error})") from None
+    problem: str | None = None
+    data: tuple[Datum, ...] = ()
+    try:
+        data = _read_data(message.data)
+    except BadBody as error:
+        problem = str(error)
+    return PassBody(
+        model_id=message.model_id,
+        seq_id=message.seq_id or None,
+        loss_fn=message.loss_fn,
+        loss_config=_read_config(message),
+        forward_only=message.forward_only,
+        data=data,
+        problem=problem,
+    )
+
+
+def _unfold(body: bytes) -> bytes:
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            plain = reader.read(MAX_BODY_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise BadBody(f"body: is not zstd ({error})") from None
+    if len(plain) > MAX_BODY_BYTES:
+        raise BadBody(f"body: unfolds to more than {MAX_BODY_BYTES} bytes; send smaller batches")
+    return bytes(plain)
+
+
+def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    """The loss's settings; the second map supersedes the first, which is floats only."""
+    if message.loss_fn_config_v2:
+        return {
+            key: value.text if value.WhichOneof("value") == "text" else value.number
+            for key, value in message.loss_fn_config_v2.items()
+        }
+    return dict(message.loss_fn_config)
+
+
+def _read_data(messages: Iterable[pb.Datum]) -> tuple[Datum, ...]:
+    data = []
+    cells = 0
+    for index, message in enumerate(messages):
+        where = f"data[{index}]"
+        inputs: dict[str, Array] = {}
+        for name, tensor in message.loss_fn_inputs.items():
+            inputs[name] = _read_tensor(tensor, f"{where}.loss_fn_inputs.{name}")
+            cells += inputs[name].size
+        if cells > MAX_CELLS:
+            raise BadBody(f"{where}: the batch has over {MAX_CELLS} numbers; send smaller batches")
+        data.append(Datum(_read_tokens(message.model_input, f"{where}.model_input"), inputs))
+    return tuple(data)
+
+
+def _read_tokens(chunks: Iterable[pb.Chunk], where: str) -> IntArray:
+    parts = []
+    for index, chunk in enumerate(chunks):
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            kind = chunk.WhichOneof("chunk") or "empty"
+            raise BadBody(f"{where}.chunks[{index}]: {_only_text(kind)}")
+        parts.append(_numbers(chunk.encoded_text.tokens, np.dtype(np.int32), f"{where}.tokens"))
+    tokens = parts[0] if len(parts) == 1 else np.concatenate(parts or [np.zeros(0, np.int32)])
+    return tokens.astype(np.int64)
+
+
+_DTYPES: Final[Mapping[int, np.dtype[Any]]] = {
+    pb.DTYPE_FLOAT32: np.dtype(np.float32),
+    pb.DTYPE_INT64: np.dtype(np.int64),
+    pb.DTYPE_INT32: np.dtype(np.int32),
+    pb.DTYPE_BFLOAT16: np.dtype(np.uint16),
+}
+
+
+def _read_tensor(message: pb.Tensor, where: str) -> Array:
+    dtype = _DTYPES.get(message.dtype)
+    if dtype is None:
+        raise BadBody(f"{where}: dtype {message.dtype} is not known; send float32 or int64")
+    sparse = message.HasField("sparse_csr")
+    raw = message.sparse_csr.values if sparse else message.dense
+    values = _numbers(raw, dtype, where)
+    if message.dtype == pb.DTYPE_BFLOAT16:
+        values = (values.astype(np.uint32) << 16).view(np.float32)
+    elif message.dtype == pb.DTYPE_INT32:
+        values = values.astype(np.int64)
+    shape = tuple(message.shape)
+    if sparse:
+        return _densify(values, message.sparse_csr, shape, where)
+    shape = shape or values.shape
+    if min(shape) < 0 or int(np.prod(shape, dtype=object)) != values.size:
+        raise BadBody(f"{where}: holds {values.size} values, which is not its shape {list(shape)}")
+    return values.reshape(shape)
+
+
+def _densify(values: Array, csr: pb.SparseCsr, shape: tuple[int, ...], where: str) -> Array:
+    """A CSR matrix with its empty cells 0, as the SDK's own `to_dense` gives it."""
+    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_CELLS:
+        raise BadBody(
+            f"{where}: a sparse tensor has two dimensions and at most {MAX_CELLS} cells, "
+            f"not the shape {list(shape)}"
+        )
+    ends = _numbers(csr.crow_indices, np.dtype(np.int64), f"{where}.crow_indices")
+    columns = _numbers(csr.col_indices, np.dtype(np.int64), f"{where}.col_indices")
+    counts = np.diff(ends)
+    sound = (
+        ends.size == shape[0] + 1
+        and ends[0] == 0
+        and ends[-1] == columns.size == values.size
+        and bool((counts >= 0).all())
+        and (columns.size == 0 or (int(columns.min()) >= 0 and int(columns.max()) < shape[1]))
+    )
+    if not sound:
+        raise BadBody(f"{where}: its CSR indices do not describe a matrix of shape {list(shape)}")
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    return dense
+
+
+def _numbers(raw: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
+    if len(raw) % dtype.itemsize:
+        raise BadBody(f"{where}: {len(raw)} bytes are no whole number of {dtype} values")
+    return np.frombuffer(raw, dtype)
+
+
+def _only_text(kind: str) -> str:
+    return f"this engine takes tokens only, not {kind} chunks"
+
+
+# -- results -----------------------------------------------------------------------------------
+
+
+def pass_result(output: PassOutput) -> bytes:
+    """ForwardBackwardOutput: neighbours of one trailing shape share a batched tensor."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord")
+    for key, value in output.metrics.items():
+        message.metrics[key] = value
+    for layout, group in groupby(output.outputs, _layout):
+        rows = list(group)
+        record = message.loss_fn_outputs.add(num_datums=len(rows))
+        for name, trailing in layout:
+            parts = [np.ascontiguousarray(row[name], np.float32) for row in rows]
+            offsets = np.cumsum([0, *(part.nbytes for part in parts)], dtype=np.int64)
+            tensor = record.fields[name]
+            tensor.data = b"".join(part.tobytes() for part in parts)
+            tensor.offsets = offsets.tobytes()
+            tensor.dtype = pb.DTYPE_FLOAT32
+            tensor.trailing_shape.extend(trailing)
+    return message.SerializeToString()
+
+
+def _layout(row: Mapping[str, Array]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    return tuple((name, array.shape[1:]) for name, array in row.items())
+
+
+def sample_result(output: SampleOutput, last_n: int | None = None) -> bytes:
+    """SampleResponse; with `last_n` only the prompt's last positions carry logprobs."""
+    message = pb.SampleResponse()
+    for sequence in output.sequences:
+        message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP
+            if sequence.stop_reason == "stop"
+            else pb.STOP_REASON_LENGTH,
+            tokens=sequence.tokens.astype(np.int32).tobytes(),
+            logprobs=sequence.logprobs.astype(np.float32).tobytes(),
+        )
+    if output.prompt_logprobs is not None:
+        logprobs = output.prompt_logprobs.astype(np.float32)
+        logprobs[: _masked(logprobs.size, last_n)] = np.nan
+        message.prompt_logprobs = logprobs.tobytes()
+    if output.topk_prompt_tokens is not None and output.topk_prompt_logprobs is not None:
+        ids = output.topk_prompt_tokens.astype(np.int32)
+        values = output.topk_prompt_logprobs.astype(np.float32)
+        values[: _masked(len(values), last_n)] = np.nan
+        nothing = np.isnan(values)
+        ids[nothing], values[nothing] = 0, _NO_LOGPROB
+        top = message.topk_prompt_logprobs
+        top.length, top.k = ids.shape
+        top.token_ids, top.logprobs = ids.tobytes(), values.tobytes()
+    return message.SerializeToString()
+
+
+def _masked(length: int, last_n: int | None) -> int:
+    """How many leading positions are left out."""
+    return 0 if last_n is None else max(0, length - last_n)

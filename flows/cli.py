@@ -1,0 +1,431 @@
+"""The command line: `flowtune run | validate | list | schema | engine | runs`.
+
+Nothing heavy is imported before a command needs it: `--help` answers at once, and a mistake is told
+before anything is started.
+
+Exit codes: 0 done, 1 a run that failed, 2 a mistake to mend, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import difflib
+import json
+import shlex
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from backends.errors import FlowtuneError, Problem, UserError
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from rich.console import Console
+
+    from algorithms.experiment import Experiment
+    from algorithms.sections import OneOf
+    from flows.prefect_server import ServerInfo
+    from flows.terminal import Terminal
+
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+DRY_STEPS = 3
+DRY_EVALUATION_ROWS = 8
+MOST_CAUSE_LINES = 6
+
+app = typer.Typer(
+    name="flowtune",
+    help="Post-training pipelines for language models on Prefect.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Config = Annotated[Path, typer.Argument(help="The experiment, a YAML file.", metavar="CONFIG")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Change a field: --set algorithm.params.max_steps=50. Repeatable."),
+]
+
+
+def main() -> None:
+    """The entry point."""
+    app()
+
+
+# --- run
+
+
+@app.command()
+def run(
+    config: Config,
+    run_id: Annotated[
+        str | None,
+        typer.Option(help="Name the run; one that exists is continued, a finished one shown."),
+    ] = None,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help=f"Do {DRY_STEPS} steps, show one row, keep nothing."),
+    ] = False,
+) -> None:
+    """Train as an experiment says, with Prefect watching."""
+    from flows.prefect_server import as_typed
+    from flows.terminal import Terminal
+
+    with Terminal(_console()) as terminal:
+        with _mistakes_told():
+            terminal.phase("checking the experiment")
+            experiment = _checked(config, overrides or [])
+        again = [as_typed("flowtune"), "run", str(config)]
+        again += [part for text in overrides or [] for part in ("--set", text)]
+        with _mistakes_told(terminal, shlex.join(again)):
+            if dry_run:
+                _rehearse(experiment, terminal)
+            else:
+                _train(experiment, run_id, terminal, shlex.join(again))
+
+
+def _train(experiment: Experiment, run_id: str | None, terminal: Terminal, again: str) -> None:
+    from flows.prefect_server import begin_server, prefect_home
+    from flows.terminal import new_log_file, quiet_logging
+
+    pending = begin_server()
+    log = new_log_file(prefect_home() / "flowtune-logs", experiment.name)
+    quiet_logging(terminal.console, log)
+    with _failure_told(terminal, again, log), contextlib.closing(pending):
+        if pending.info.started:
+            terminal.phase("starting a local Prefect server (half a minute, the first time)")
+        else:
+            terminal.phase("loading")
+        # A server that is starting does so in its own process, while this one imports.
+        from prefect import tags
+        from prefect.exceptions import TerminationSignal
+
+        from flows.train import train
+        from tasks.session import watch
+
+        server = pending.wait()
+        terminal.phase("opening the run")
+        run_id = run_id or f"{experiment.name}-{uuid.uuid4().hex[:8]}"
+        named = train.with_options(flow_run_name=run_id)
+        with watch(terminal), tags(*experiment.tags):
+            try:
+                result = asyncio.run(named(experiment, run_id=run_id))
+            except TerminationSignal:  # what Prefect makes of a SIGTERM
+                raise KeyboardInterrupt from None
+    terminal.close()
+    _closing(terminal.console, result, server, terminal)
+
+
+def _closing(
+    console: Console, result: dict[str, Any], server: ServerInfo, terminal: Terminal
+) -> None:
+    from flows.terminal import print_result
+
+    artifacts = result.get("artifacts", {})
+    if terminal.plan is None:
+        console.print(f"run [bold]{result['run_id']}[/] is finished already; this is its result")
+    plan_url = terminal.plan.flow_run_url if terminal.plan else None
+    print_result(
+        console,
+        result,
+        {
+            "adapter": _near(artifacts.get("checkpoint")),
+            "report": _near(artifacts.get("report")),
+            "in Prefect": plan_url or server.ui_url,
+            "stop Prefect": server.stop_command,
+        },
+    )
+
+
+def _near(place: str | None) -> str:
+    """A path as seen from the working directory; anything else as it is."""
+    if not place:
+        return ""
+    with contextlib.suppress(ValueError):
+        return str(Path(place).relative_to(Path.cwd()))
+    return place
+
+
+@contextlib.contextmanager
+def _failure_told(terminal: Terminal, again: str, log: Path | None) -> Iterator[None]:
+    """Turn an error that nobody could mend beforehand into its cause and where to read more."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        import logging
+
+        terminal.close()
+        console = _console(stderr=True)
+        kind = "" if isinstance(error, FlowtuneError) else f"{type(error).__name__}: "
+        cause = f"{kind}{error}".strip().splitlines()
+        shown = cause if log is None else cause[:MOST_CAUSE_LINES]
+        words = _plain("\n".join(shown))
+        console.print(f"[bold red]the run failed:[/] {words}", soft_wrap=True)
+        if log is not None:
+            logging.getLogger("flowtune").info("the run failed", exc_info=error)
+            _tell_how_to_continue(console, terminal, again)
+            console.print(f"    the whole log: {log}", soft_wrap=True)
+        raise typer.Exit(FAILED) from None
+
+
+def _tell_how_to_continue(console: Console, terminal: Terminal, again: str) -> None:
+    if terminal.plan is None:
+        return
+    kept = (
+        f"the checkpoint after step {terminal.saved_step} is kept"
+        if terminal.saved_step
+        else "no checkpoint yet"
+    )
+    console.print(
+        f"    {kept}; to go on: {_plain(again)} --run-id {terminal.plan.run_id}",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+def _rehearse(experiment: Experiment, terminal: Terminal) -> None:
+    """Three steps through every part but Prefect's server, in a folder that goes away again."""
+    from flows.terminal import quiet_logging
+
+    quiet_logging(terminal.console, None)
+    terminal.phase("opening the run")
+    with (
+        _failure_told(terminal, "", None),
+        tempfile.TemporaryDirectory(prefix="flowtune-dry-run-") as store,
+    ):
+        asyncio.run(_three_steps(_shortened(experiment, store), terminal))
+    terminal.close()
+    terminal.console.print(f"{DRY_STEPS} steps done; nothing was kept")
+
+
+async def _three_steps(experiment: Experiment, terminal: Terminal) -> None:
+    from flows.terminal import print_example
+    from tasks import session
+    from tasks.open_run import open_run
+
+    run_id = f"{experiment.name}-dry-run"
+    with session.watch(terminal):
+        async with session.closing(run_id):
+            handle = await open_run.fn(experiment, run_id)
+            live = session.live(run_id)
+            batch = await live.algorithm.build_batch(0)
+            print_example(terminal.console, *_first_row(batch, live.backend.get_tokenizer()))
+            for start, stop in handle.segments():
+                await live.run_segment(live, start, stop)
+
+
+def _shortened(experiment: Experiment, store: str) -> Experiment:
+    params = experiment.algorithm.params
+    few = {"max_steps": DRY_STEPS, "save_every": None, "save_at_fractions": None}
+    algorithm = experiment.algorithm.model_copy(update={"params": params.model_copy(update=few)})
+    evaluations = [
+        spec.model_copy(
+            update={"limit": min(spec.limit or DRY_EVALUATION_ROWS, DRY_EVALUATION_ROWS)}
+        )
+        for spec in experiment.evaluations
+    ]
+    return experiment.model_copy(
+        update={"store": store, "algorithm": algorithm, "evaluations": evaluations}
+    )
+
+
+def _first_row(batch: Any, tokenizer: Any) -> tuple[list[tuple[str, bool]], int]:
+    """The batch's first datum as spans of (text, has loss), and how many tokens have loss."""
+    from algorithms.data.rendering import render_colored
+
+    datum = batch.data[0]
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy().tolist()
+    name = "weights" if "weights" in datum.loss_fn_inputs else "advantages"
+    weights = datum.loss_fn_inputs[name].to_numpy().tolist()
+    tokens = [datum.model_input.to_ints()[0], *targets]
+    mask = [False, *(weight != 0 for weight in weights)]
+    return render_colored(tokens, mask, tokenizer), sum(mask)
+
+
+# --- the other commands
+
+
+@app.command()
+def validate(
+    config: Config,
+    overrides: Overrides = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print it in one line, every default filled in.")
+    ] = False,
+) -> None:
+    """Find every mistake in an experiment, its data and its model, without starting anything."""
+    with _mistakes_told():
+        experiment = _checked(config, overrides or [])
+    if as_json:
+        print(experiment.model_dump_json())
+    else:
+        _console().print(f"[green]{experiment.name} is in order[/]")
+
+
+@app.command(name="list")
+def list_kinds() -> None:
+    """List what an experiment can name: algorithms, backends, data, verifiers, callbacks."""
+    from rich.table import Table
+
+    from algorithms.registry import listings
+
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="bold")
+    for head in ("", "kind", "what it is", "from"):
+        table.add_column(head)
+    group = ""
+    for line in listings():
+        first, group = ("" if line.group == group else line.group), line.group
+        summary = f"[red]{_plain(line.error)}[/]" if line.error else _plain(line.summary)
+        table.add_row(first, line.kind, summary, line.origin)
+    _console().print(table)
+
+
+@app.command()
+def schema(
+    kind: Annotated[str | None, typer.Argument(help="algorithm, backend, data or verifier")] = None,
+    name: Annotated[str | None, typer.Argument(help="which one, as `flowtune list` says")] = None,
+) -> None:
+    """Print the JSON schema of the experiment, or of the parameters of one kind."""
+    with _mistakes_told():
+        print(json.dumps(_schema(kind, name), indent=2))
+
+
+@app.command()
+def engine(
+    base_model: Annotated[str, typer.Option(help="A model folder or hub name.")],
+    store: Annotated[str, typer.Option(help="Where checkpoints are kept: a folder or s3://…")],
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    host: Annotated[str, typer.Option(help="Loopback unless you say otherwise.")] = "127.0.0.1",
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="FLOWTUNE_ENGINE_API_KEY", help="Clients must bring it; begins with tml-."
+        ),
+    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; found by itself.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Serve a model to any client of the Tinker protocol."""
+    import logging
+
+    from backends.engine.server import EngineOptions, serve
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    chosen = {"device": device, "dtype": dtype, "threads": threads}
+    compute = {name: value for name, value in chosen.items() if value is not None}
+    options = EngineOptions(base_model, store, host, port, api_key, compute=compute)
+    with _mistakes_told():
+        serve(options)
+
+
+@app.command()
+def runs(
+    store: Annotated[str, typer.Argument(help="A folder, or s3://bucket/prefix.")] = "runs",
+) -> None:
+    """List the runs in a store, with status and score."""
+    with _mistakes_told():
+        from backends.storage.run_store import list_runs
+
+        found = list_runs(store)
+    from flows.terminal import runs_table
+
+    console = _console()
+    console.print(runs_table(found) if found else f"no runs in {_plain(store)}")
+
+
+# --- shared
+
+
+def _checked(config: Path, overrides: list[str]) -> Experiment:
+    from algorithms.check import check_experiment
+
+    experiment, problems = check_experiment(config, overrides)
+    if experiment is None or problems:
+        raise UserError(*problems)
+    return experiment
+
+
+def _schema(kind: str | None, name: str | None) -> dict[str, Any]:
+    from algorithms import experiment as document
+
+    if kind is None:
+        return document.Experiment.model_json_schema()
+    fields = {
+        "algorithm": document.AlgorithmField,
+        "backend": document.BackendField,
+        "data": document.DataField,
+        "verifier": document.VerifierField,
+        "callback": document.CallbackField,
+    }
+    field = fields.get(kind.removesuffix("s"))
+    if field is None:
+        raise UserError(Problem(kind, "is not a part of an experiment", _choose(kind, fields)))
+    one_of: OneOf = get_args(field)[1]
+    members = one_of.members()
+    if name not in members:
+        what = f"there is no {kind} {name!r}" if name else "which one?"
+        raise UserError(Problem(kind, what, _choose(name or "", members)))
+    section = members[name]
+    params = section.model_fields.get("params")
+    model: type[BaseModel] = section if params is None else params.annotation  # type: ignore[assignment]
+    return model.model_json_schema()
+
+
+def _choose(name: str, known: Iterable[str]) -> str:
+    listed = ", ".join(sorted(known))
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {near[0]!r}? ({listed})" if near else f"choose from {listed}"
+
+
+@contextlib.contextmanager
+def _mistakes_told(terminal: Terminal | None = None, again: str = "") -> Iterator[None]:
+    """Turn what a person can mend, and an interruption, into words and an exit code.
+
+    With a terminal, its run may have been opened: then say how to continue it.
+    """
+    try:
+        yield
+        return
+    except UserError as error:
+        problems, code = error.problems, MISTAKE
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        problems, code = (), INTERRUPTED
+    from flows.terminal import print_problems
+
+    if terminal is not None:
+        terminal.close()
+    console = _console(stderr=True)
+    if problems:
+        print_problems(console, problems, nothing_done=terminal is None)
+    else:
+        console.print("interrupted")
+    if terminal is not None:
+        _tell_how_to_continue(console, terminal, again)
+    raise typer.Exit(code)
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr, highlight=False)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
+
+
+if __name__ == "__main__":
+    main()

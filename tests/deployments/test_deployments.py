@@ -1,0 +1,154 @@
+"""The deployments on a real server and a real worker, as deployments/README.md has them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.servers.prefect import PrefectServer
+
+ROOT = Path(__file__).resolve().parents[2]
+FIVE_COMMANDS = [
+    "make train",
+    "source .venv/bin/activate",
+    "export PREFECT_API_URL=$(python deployments/setup.py)",
+    "prefect worker start --pool flowtune &",
+    "prefect deployment run 'train/sft' --watch",
+]
+ROWS = [{"prompt": f"What is {i} + {i}?", "completion": str(2 * i)} for i in range(20)]
+
+
+def environment(server: PrefectServer) -> dict[str, str]:
+    """That of a person who has activated the environment these tests run in."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**server.environment, "PATH": path, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+
+
+def shell(line: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["bash", "-c", line], cwd=ROOT, env=env, capture_output=True, text=True, timeout=200
+    )
+
+
+@pytest.fixture(scope="module")
+def deployed(prefect_server: PrefectServer) -> PrefectServer:
+    done = shell(FIVE_COMMANDS[2] + '; printf %s "$PREFECT_API_URL"', environment(prefect_server))
+    assert done.stdout == prefect_server.api_url, done.stderr
+    return prefect_server
+
+
+@pytest.fixture(scope="module")
+def deployment(deployed: PrefectServer) -> dict[str, Any]:
+    answer = httpx.get(f"{deployed.api_url}/deployments/name/train/sft", trust_env=False)
+    assert answer.status_code == 200
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+@contextmanager
+def working(line: str, env: dict[str, str], log: Path) -> Iterator[None]:
+    """A worker for the length of the block."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            shlex.split(line), cwd=ROOT, env=env, stdout=output, stderr=output
+        )
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(20)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def test_the_readme_has_the_commands_that_are_tried_here() -> None:
+    text = (ROOT / "deployments/README.md").read_text(encoding="utf-8")
+    block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)
+    assert block is not None
+    assert block[1].splitlines() == FIVE_COMMANDS
+
+
+def test_the_parameters_are_the_example(deployed: PrefectServer) -> None:
+    example = yaml.safe_load((ROOT / "examples/sft_arithmetic.yaml").read_text(encoding="utf-8"))
+    declared = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text(encoding="utf-8"))
+    for entry in declared["deployments"]:
+        assert entry["parameters"] == {"experiment": example}
+        url = f"{deployed.api_url}/deployments/name/train/{entry['name']}"
+        registered = httpx.get(url, trust_env=False).json()
+        assert registered["parameters"] == {"experiment": example}
+        assert registered["work_pool_name"] == "flowtune"
+
+
+def test_the_nightly_one_has_its_schedule_and_runs_alone(deployed: PrefectServer) -> None:
+    url = f"{deployed.api_url}/deployments/name/train/sft-nightly"
+    found = httpx.get(url, trust_env=False).json()
+    [schedule] = found["schedules"]
+    assert (schedule["schedule"]["cron"], schedule["active"]) == ("0 2 * * *", True)
+    assert found["global_concurrency_limit"]["limit"] == 1
+    assert found["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+
+
+def test_the_form_is_the_experiment(deployment: dict[str, Any]) -> None:
+    """The schema that the UI makes its form of: fields, their meaning, and a choice of kinds."""
+    schema = deployment["parameter_openapi_schema"]
+    assert deployment["enforce_parameter_schema"]
+    assert schema["required"] == ["experiment"]
+    definitions = schema["definitions"]
+    experiment = definitions["Experiment"]
+    fields = {"name", "seed", "store", "model", "data", "algorithm", "backend", "evaluations"}
+    assert fields <= set(experiment["properties"])
+    assert all(experiment["properties"][name]["description"] for name in fields - {"model"})
+    assert definitions["ModelSection"]["properties"]["name"]["description"]
+    kinds = experiment["properties"]["algorithm"]["oneOf"]
+    titles = {definitions[kind["$ref"].rpartition("/")[2]]["title"] for kind in kinds}
+    assert {"sft", "mock_sft"} <= titles
+    assert definitions["SFTConfig"]["properties"]["supervise"]["description"]
+
+
+def test_a_value_that_is_not_allowed_is_refused_before_a_run_exists(
+    deployed: PrefectServer, deployment: dict[str, Any]
+) -> None:
+    wrong = json.loads(json.dumps(deployment["parameters"]))
+    wrong["experiment"]["algorithm"]["params"]["batch_size"] = 0
+    url = f"{deployed.api_url}/deployments/{deployment['id']}/create_flow_run"
+    answer = httpx.post(url, json={"parameters": wrong}, trust_env=False)
+    assert answer.status_code == 409
+    assert "batch_size" in answer.text or "0 is less than the minimum" in answer.text
+
+
+def test_a_run_that_is_asked_for_ends_completed_on_a_worker(
+    deployed: PrefectServer, tmp_path: Path
+) -> None:
+    config = tmp_path / "experiment.yaml"
+    experiment = {
+        "name": "deployed",
+        "model": {"name": "none"},
+        "data": {"kind": "rows", "rows": ROWS},
+        "algorithm": {"kind": "mock_sft", "params": {"batch_size": 4, "max_steps": 6}},
+        "orchestration": {"task_runs": "segment"},
+    }
+    config.write_text(yaml.safe_dump(experiment))
+    env = environment(deployed)
+    parameter = f"$(flowtune validate {config} --set store={tmp_path}/runs --json)"
+    ask = f'{FIVE_COMMANDS[4]} --param "experiment={parameter}" --param \'run_id="by-hand"\''
+    with working(FIVE_COMMANDS[3].rstrip(" &"), env, tmp_path / "worker.log"):
+        done = shell(ask, env)
+    assert done.returncode == 0, done.stdout + (tmp_path / "worker.log").read_text()
+    assert "Flow run finished successfully in 'Completed'" in done.stdout
+    result = json.loads((tmp_path / "runs/by-hand/result.json").read_text())
+    assert (result["status"], result["metrics"]["step"]) == ("completed", 6)
