@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import difflib
 import json
+import os
 import shlex
 import tempfile
 import uuid
@@ -36,6 +37,7 @@ FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 DRY_STEPS = 3
 DRY_EVALUATION_ROWS = 8
 MOST_CAUSE_LINES = 6
+WIDTH_OF_FILES = 160
 
 app = typer.Typer(
     name="flowtune",
@@ -82,16 +84,31 @@ def run(
         with _mistakes_told():
             terminal.phase("checking the experiment")
             experiment = _checked(config, overrides or [])
+            run_id = run_id or f"{experiment.name}-{uuid.uuid4().hex[:8]}"
+            finished = None if dry_run else _finished(experiment, run_id)
         again = [as_typed("flowtune"), "run", str(config)]
         again += [part for text in overrides or [] for part in ("--set", text)]
-        with _mistakes_told(terminal, shlex.join(again)):
+        with _mistakes_told(terminal, "" if dry_run else shlex.join(again)):
             if dry_run:
                 _rehearse(experiment, terminal)
-            else:
+            elif finished is None:
                 _train(experiment, run_id, terminal, shlex.join(again))
+            else:
+                terminal.close()
+                console = terminal.console
+                console.print(f"run [bold]{run_id}[/] is finished already; this is its result")
+                _closing(console, finished, {})
 
 
-def _train(experiment: Experiment, run_id: str | None, terminal: Terminal, again: str) -> None:
+def _finished(experiment: Experiment, run_id: str) -> dict[str, Any] | None:
+    """The result of a run that is complete: there is nothing to start for it."""
+    from backends.storage.run_store import RunStore
+
+    result = RunStore(experiment.store, run_id).read_result()
+    return result if result is not None and result["status"] == "completed" else None
+
+
+def _train(experiment: Experiment, run_id: str, terminal: Terminal, again: str) -> None:
     from flows.prefect_server import begin_server, prefect_home
     from flows.terminal import new_log_file, quiet_logging
 
@@ -112,7 +129,6 @@ def _train(experiment: Experiment, run_id: str | None, terminal: Terminal, again
 
         server = pending.wait()
         terminal.phase("opening the run")
-        run_id = run_id or f"{experiment.name}-{uuid.uuid4().hex[:8]}"
         named = train.with_options(flow_run_name=run_id)
         with watch(terminal), tags(*experiment.tags):
             try:
@@ -120,34 +136,22 @@ def _train(experiment: Experiment, run_id: str | None, terminal: Terminal, again
             except TerminationSignal:  # what Prefect makes of a SIGTERM
                 raise KeyboardInterrupt from None
     terminal.close()
-    _closing(terminal.console, result, server, terminal)
+    page = terminal.plan.flow_run_url if terminal.plan else None
+    links = {"in Prefect": page or server.ui_url, "stop Prefect": server.stop_command}
+    _closing(terminal.console, result, links)
 
 
-def _closing(
-    console: Console, result: dict[str, Any], server: ServerInfo, terminal: Terminal
-) -> None:
+def _closing(console: Console, result: dict[str, Any], links: dict[str, str]) -> None:
     from flows.terminal import print_result
 
     artifacts = result.get("artifacts", {})
-    if terminal.plan is None:
-        console.print(f"run [bold]{result['run_id']}[/] is finished already; this is its result")
-    plan_url = terminal.plan.flow_run_url if terminal.plan else None
-    print_result(
-        console,
-        result,
-        {
-            "adapter": _near(artifacts.get("checkpoint")),
-            "report": _near(artifacts.get("report")),
-            "in Prefect": plan_url or server.ui_url,
-            "stop Prefect": server.stop_command,
-        },
-    )
+    places = {"adapter": artifacts.get("checkpoint"), "report": artifacts.get("report")}
+    shown = {name: _near(place) for name, place in places.items() if place}
+    print_result(console, result, shown | links)
 
 
-def _near(place: str | None) -> str:
+def _near(place: str) -> str:
     """A path as seen from the working directory; anything else as it is."""
-    if not place:
-        return ""
     with contextlib.suppress(ValueError):
         return str(Path(place).relative_to(Path.cwd()))
     return place
@@ -173,12 +177,12 @@ def _failure_told(terminal: Terminal, again: str, log: Path | None) -> Iterator[
         if log is not None:
             logging.getLogger("flowtune").info("the run failed", exc_info=error)
             _tell_how_to_continue(console, terminal, again)
-            console.print(f"    the whole log: {log}", soft_wrap=True)
+            console.print(f"    the whole log: {log}", soft_wrap=True, markup=False)
         raise typer.Exit(FAILED) from None
 
 
 def _tell_how_to_continue(console: Console, terminal: Terminal, again: str) -> None:
-    if terminal.plan is None:
+    if terminal.plan is None or not again:
         return
     kept = (
         f"the checkpoint after step {terminal.saved_step} is kept"
@@ -208,19 +212,20 @@ def _rehearse(experiment: Experiment, terminal: Terminal) -> None:
 
 
 async def _three_steps(experiment: Experiment, terminal: Terminal) -> None:
+    from algorithms.opening import open_live_run
+    from backends.storage.run_store import RunStore
     from flows.terminal import print_example
-    from tasks import session
-    from tasks.open_run import open_run
 
-    run_id = f"{experiment.name}-dry-run"
-    with session.watch(terminal):
-        async with session.closing(run_id):
-            handle = await open_run.fn(experiment, run_id)
-            live = session.live(run_id)
-            batch = await live.algorithm.build_batch(0)
-            print_example(terminal.console, *_first_row(batch, live.backend.get_tokenizer()))
-            for start, stop in handle.segments():
-                await live.run_segment(live, start, stop)
+    run = await open_live_run(experiment, RunStore(experiment.store, "dry-run"), None)
+    try:
+        run.callbacks.append(terminal)
+        terminal.close()
+        batch = await run.algorithm.build_batch(0)
+        print_example(terminal.console, *_first_row(batch, run.backend.get_tokenizer()))
+        terminal.on_start(run.plan)
+        await run.run_segment(run, 0, run.plan.total_steps)
+    finally:
+        await run.backend.aclose()
 
 
 def _shortened(experiment: Experiment, store: str) -> Experiment:
@@ -418,7 +423,10 @@ def _mistakes_told(terminal: Terminal | None = None, again: str = "") -> Iterato
 def _console(stderr: bool = False) -> Console:
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    console = Console(stderr=stderr, highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH_OF_FILES
+    return console
 
 
 def _plain(text: str) -> str:

@@ -68,7 +68,9 @@ def _application(upstream: str, recording: Recording) -> Starlette:
 def recording_proxy(upstream: str) -> Iterator[Recording]:
     """Serve the proxy on a free loopback port for the length of the block."""
     recording = Recording()
-    listener = socket.create_server(("127.0.0.1", 0))
+    # With its protocol named, asyncio sets TCP_NODELAY; without, each answer takes 40 ms longer.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.bind(("127.0.0.1", 0))
     recording.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     config = uvicorn.Config(_application(upstream, recording), log_level="warning")
     server = uvicorn.Server(config)
