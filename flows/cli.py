@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from algorithms.experiment import Experiment
     from algorithms.sections import OneOf
-    from flows.prefect_server import ServerInfo
     from flows.terminal import Terminal
 
 FAILED, MISTAKE, INTERRUPTED = 1, 2, 130

@@ -12,7 +12,7 @@ from algorithms.experiment import load_experiment
 from flows.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "deployments/README.md"]
+PAGES = ["README.md", "deployments/README.md", "docs/engine.md"]
 
 
 def blocks(page: str, language: str) -> list[str]:

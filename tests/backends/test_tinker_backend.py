@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,25 @@ async def test_methods_submit_when_called_and_not_when_awaited(engine: EnginePro
         for call in calls:
             await call
         await backend.aclose()
+
+
+async def test_the_page_on_the_engine_trains_as_it_says(engine: EngineProcess) -> None:
+    page = (ROOT / "docs/engine.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    environment = {**os.environ, "TINKER_BASE_URL": engine.url, "TINKER_API_KEY": KEY}
+    script = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        block.replace("examples/models/tiny-qwen3", MODEL),
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    said, _ = await script.communicate()
+    assert script.returncode == 0
+    loss, saved = said.decode().splitlines()
+    assert float(loss.split()[0]) > 0
+    assert saved.startswith("tinker://")
+    assert saved.endswith("/weights/first")
 
 
 async def test_a_custom_loss_trains_like_the_servers_own(engine: EngineProcess) -> None:

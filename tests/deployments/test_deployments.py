@@ -76,11 +76,30 @@ def working(line: str, env: dict[str, str], log: Path) -> Iterator[None]:
             process.wait()
 
 
-def test_the_readme_has_the_commands_that_are_tried_here() -> None:
+def blocks(language: str) -> list[str]:
+    """The README's code blocks."""
     text = (ROOT / "deployments/README.md").read_text(encoding="utf-8")
-    block = re.search(r"```bash\n(.*?)```", text, re.DOTALL)
-    assert block is not None
-    assert block[1].splitlines() == FIVE_COMMANDS
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_readme_has_the_commands_that_are_tried_here() -> None:
+    assert blocks("bash")[0].splitlines() == FIVE_COMMANDS
+
+
+def test_the_pull_step_for_other_machines_goes_where_the_worker_says(
+    deployed: PrefectServer, tmp_path: Path
+) -> None:
+    (tmp_path / "steps.yaml").write_text(blocks("yaml")[0])
+    run = (
+        "import asyncio, os, sys, yaml\n"
+        "from prefect.deployments.steps.core import run_steps\n"
+        "asyncio.run(run_steps(yaml.safe_load(open(sys.argv[1]))['pull']))\n"
+        "print(os.getcwd())"
+    )
+    env = {**environment(deployed), "FLOWTUNE_HOME": str(tmp_path)}
+    command = [sys.executable, "-c", run, str(tmp_path / "steps.yaml")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == str(tmp_path), done.stderr
 
 
 def test_the_parameters_are_the_example(deployed: PrefectServer) -> None:
@@ -101,6 +120,9 @@ def test_the_nightly_one_has_its_schedule_and_runs_alone(deployed: PrefectServer
     assert (schedule["schedule"]["cron"], schedule["active"]) == ("0 2 * * *", True)
     assert found["global_concurrency_limit"]["limit"] == 1
     assert found["concurrency_options"]["collision_strategy"] == "ENQUEUE"
+    listed = shell(blocks("bash")[1], environment(deployed))
+    assert listed.returncode == 0, listed.stderr
+    assert "0 2 * * *" in listed.stdout
 
 
 def test_the_form_is_the_experiment(deployment: dict[str, Any]) -> None:

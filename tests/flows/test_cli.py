@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import resource
@@ -122,7 +123,7 @@ def test_checking_an_experiment_imports_no_compute_library(config: Path) -> None
 
 
 def test_a_run_is_shown_from_the_first_step_to_the_closing_table(
-    prefect_server: PrefectServer, config: Path, tmp_path: Path
+    prefect_server: PrefectServer, config: Path, nowhere: dict[str, str], tmp_path: Path
 ) -> None:
     env = prefect_server.environment
     done = flowtune("run", config, "--run-id", "a", env=env)
@@ -140,7 +141,10 @@ def test_a_run_is_shown_from_the_first_step_to_the_closing_table(
     assert page in link
     assert len(link.split(page)[1]) == 36
 
-    again = flowtune("run", config, "--run-id", "a", env=env)
+    assert "INFO" not in done.stdout
+
+    # A finished run is shown again without anything being started.
+    again = flowtune("run", config, "--run-id", "a", env=nowhere)
     assert again.returncode == 0
     assert "run a is finished already; this is its result" in again.stdout
     assert "0.000 → 0.000" in again.stdout
@@ -216,6 +220,44 @@ def test_a_dry_run_needs_no_server_shows_a_row_and_keeps_nothing(
     assert list(scratch.iterdir()) == []
 
 
+def row(step: int, loss: float, seconds: float) -> dict[str, float]:
+    speed = 800 / seconds
+    return {
+        "step": step,
+        "train_mean_nll": loss,
+        "time/step": seconds,
+        "time/tokens_per_second": speed,
+    }
+
+
+@pytest.mark.parametrize("on_a_terminal", [True, False])
+def test_progress_has_loss_speed_and_time_left(on_a_terminal: bool) -> None:
+    from rich.console import Console
+
+    from algorithms.callbacks import RunPlan
+    from flows.terminal import Terminal
+
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=on_a_terminal, width=100, highlight=False)
+    with Terminal(console) as terminal:
+        terminal.phase("opening the run")
+        terminal.on_start(RunPlan("r", "/r", 100, 200, (200,), "http://prefect/1"))
+        terminal.on_step(row(101, 2.0, 30.0))  # warming up: counts for nothing later
+        for step in range(102, 200):
+            terminal.on_step(row(step, 0.5, 0.1))
+        terminal.on_step(row(200, 0.25, 0.1))
+    shown = output.getvalue()
+    assert "200 steps, from step 100" in shown
+    assert "200/200" in shown
+    assert "loss 0.250  8,000 tokens/s" in shown
+    assert ("━" in shown) == on_a_terminal
+    if not on_a_terminal:
+        # Two lines: the first step of this part, with 99 to go at 30 s, and the last.
+        steps = [line for line in shown.splitlines() if line.startswith("  step")]
+        assert steps[0] == "  step 101/200  loss 2.000  27 tokens/s  49:30 left"
+        assert len(steps) == 2
+
+
 # --- mistakes
 
 
@@ -239,6 +281,15 @@ def test_a_missing_file_names_its_neighbour(config: Path, nowhere: dict[str, str
     done = flowtune("run", config.with_name("experimnt.yaml"), env=nowhere)
     assert done.returncode == 2
     assert "there is no such file\n    -> did you mean" in done.stderr
+
+
+def test_a_run_id_that_cannot_name_a_folder_is_refused(
+    config: Path, nowhere: dict[str, str], tmp_path: Path
+) -> None:
+    done = flowtune("run", config, "--run-id", "../up", env=nowhere)
+    assert done.returncode == 2
+    assert "run id: '../up' cannot name a run\n    -> " in done.stderr
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_prefect_server_that_is_away_is_told_before_anything_is_written(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -99,6 +100,16 @@ def test_the_adapter_loads_with_peft_and_gives_the_engines_logprobs(shipped_run:
     )
 
 
+def test_the_readme_loads_the_adapter_as_it_says(
+    shipped_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block.replace("runs/<run id>", str(shipped_run)), names)
+    assert type(names["model"]).__name__ == "PeftModelForCausalLM"
+
+
 def test_nothing_is_pickled(shipped_run: Path) -> None:
     suffixes = {path.suffix for path in shipped_run.rglob("*") if path.is_file()}
     assert suffixes <= {".json", ".jsonl", ".md", ".png", ".safetensors", ".yaml"}
@@ -154,9 +165,10 @@ def test_the_same_yaml_on_s3(prefect_server: PrefectServer, s3_uri: str, shipped
     result = run.read_result()
     assert result is not None
     assert result["artifacts"]["checkpoint"] == f"{s3_uri}/on-s3/checkpoints/step-000004"
-    # The first steps are those of the run in a folder: where a run is kept changes no number.
-    local = [row["train_mean_nll"] for row in rows(shipped_run / "metrics.jsonl")[:4]]
-    assert [row["train_mean_nll"] for row in run.metrics()] == local
+    # Until the learning rates part, its steps are those of the run in a folder: where a run is
+    # kept changes no number.
+    local = [row["train_mean_nll"] for row in rows(shipped_run / "metrics.jsonl")[:2]]
+    assert [row["train_mean_nll"] for row in run.metrics()[:2]] == local
 
 
 def test_ctrl_c_ends_the_engine_and_says_how_to_go_on(
