@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
@@ -318,24 +317,13 @@ def forget_local_server() -> None:
 
 
 def remembered_api_url() -> str | None:
-    """The API URL of the local server that flowtune started last."""
+    """The API URL of the local server that flowtune started last, if that process still lives."""
     try:
         state = json.loads(_state_file().read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        os.kill(state["pid"], 0)
+    except (FileNotFoundError, json.JSONDecodeError, ProcessLookupError, PermissionError):
         return None
     return str(state["api_url"])
-
-
-def stop_local_server() -> bool:
-    """Stop the local server that flowtune started; False if there is none."""
-    try:
-        pid = int(json.loads(_state_file().read_text(encoding="utf-8"))["pid"])
-        os.kill(pid, signal.SIGTERM)
-    except (FileNotFoundError, ProcessLookupError):
-        forget_local_server()
-        return False
-    forget_local_server()
-    return True
 
 
 def stop_command() -> str:
