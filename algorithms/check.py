@@ -15,12 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from algorithms.data.dataset import (
-    Dataset,
-    dataset_problems,
-    load_dataset,
-    shorten,
-)
+from algorithms.data.dataset import Dataset, dataset_problems, shorten
 from algorithms.document import Document, explain, read_document, with_overrides
 from algorithms.evaluators import evaluation_problems
 from algorithms.experiment import (
@@ -135,7 +130,7 @@ def _check_data(sections: _Sections, problems: list[Problem]) -> list[Dataset]:
     """The data sets that could be read; what is wrong with their rows goes to the problems."""
     datasets: list[Dataset] = []
     if sections.data is not None:
-        dataset = _collect(problems, lambda: load_dataset(sections.data))
+        dataset = _collect(problems, lambda: sections.data.load())
         kind = sections.algorithm_kind()
         if dataset is not None:
             datasets.append(dataset)
@@ -151,7 +146,7 @@ def _check_data(sections: _Sections, problems: list[Problem]) -> list[Dataset]:
 
 
 def _read_held_out(spec: EvaluationSpec, where: str, problems: list[Problem]) -> Dataset | None:
-    dataset = _collect(problems, lambda: load_dataset(spec.data, where).head(spec.limit))
+    dataset = _collect(problems, lambda: spec.data.load(where).head(spec.limit))
     if dataset is not None:
         problems.extend(shorten(evaluation_problems(spec, dataset)))
     _collect(problems, spec.verifier.build)

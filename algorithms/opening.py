@@ -41,15 +41,22 @@ async def open_live_run(
     return run
 
 
+def check_continues(store: RunStore, experiment: Experiment) -> bool:
+    """Whether the run is there already; raises UserError if it was another experiment's."""
+    before = store.read_experiment()
+    if before is None:
+        return False
+    if changed := _differences(before, experiment.model_dump(mode="json")):
+        raise UserError(*(_changed(store.run_id, *difference) for difference in changed))
+    return True
+
+
 def _resume_point(
     store: RunStore, experiment: Experiment, dataset: Dataset
 ) -> CheckpointManifest | None:
     """The checkpoint to go on from; None for a run that is new or has none yet."""
-    before = store.read_experiment()
-    if before is None:
+    if not check_continues(store, experiment):
         return None
-    if changed := _differences(before, experiment.model_dump(mode="json")):
-        raise UserError(*(_changed(store.run_id, *difference) for difference in changed))
     if (kept := store.info().data_fingerprint) != dataset.fingerprint:
         raise UserError(
             Problem(

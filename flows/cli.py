@@ -100,10 +100,16 @@ def run(
 
 
 def _finished(experiment: Experiment, run_id: str) -> dict[str, Any] | None:
-    """The result of a run that is complete: there is nothing to start for it."""
+    """The result of a run that is complete: there is nothing to start for it.
+
+    Raises UserError if the run was started with another experiment.
+    """
+    from algorithms.opening import check_continues
     from backends.storage.run_store import RunStore
 
-    result = RunStore(experiment.store, run_id).read_result()
+    store = RunStore(experiment.store, run_id)
+    check_continues(store, experiment)
+    result = store.read_result()
     return result if result is not None and result["status"] == "completed" else None
 
 

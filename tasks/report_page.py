@@ -269,7 +269,7 @@ def number(value: float | None) -> str:
         return ""
     if float(value).is_integer() and abs(value) < 1e9:
         return f"{int(value):,}" if abs(value) >= 10_000 else str(int(value))
-    return f"{value:.4g}"
+    return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
 
 
 # --- pictures

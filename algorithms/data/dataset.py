@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -45,6 +45,8 @@ class Dataset:
     rows: list[Row]
     places: list[str] = field(repr=False)
     source: str
+    unreadable: list[Problem] = field(default_factory=list, repr=False)
+    """Lines that are no rows; `load_dataset` gives out no set that has any."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -60,7 +62,7 @@ class Dataset:
 
     def head(self, limit: int | None) -> Dataset:
         """The first `limit` rows; all of them for None."""
-        return Dataset(self.rows[:limit], self.places[:limit], self.source)
+        return Dataset(self.rows[:limit], self.places[:limit], self.source, self.unreadable)
 
 
 # --- where rows come from -----------------------------------------------------------------------
@@ -74,7 +76,10 @@ class DataSource(BaseModel):
     kind: str
 
     def load(self, where: str = "data") -> Dataset:
-        """Read all rows. Raises UserError with what is wrong; `where` names this section."""
+        """Read all rows; those that are no rows at all are noted in `Dataset.unreadable`.
+
+        Raises UserError if the source itself cannot be read; `where` names this section.
+        """
         raise NotImplementedError
 
 
@@ -106,10 +111,8 @@ class JsonlData(DataSource):
                 else:
                     rows.append(row)
                     places.append(f"{path}:{number}")
-        if problems:
-            raise UserError(*shorten(problems))
         source = ", ".join(paths)
-        return _not_empty(Dataset(rows, places, source), f"{where}.path")
+        return _not_empty(Dataset(rows, places, source, problems), f"{where}.path")
 
 
 class RowsData(DataSource):
@@ -135,7 +138,10 @@ DATA_SOURCES: Registry[type[DataSource]] = Registry(
 
 def load_dataset(source: DataSource, where: str = "data") -> Dataset:
     """The rows of a `data:` section. Raises UserError; `where` names the section in it."""
-    return source.load(where)
+    dataset = source.load(where)
+    if dataset.unreadable:
+        raise UserError(*shorten(dataset.unreadable))
+    return dataset
 
 
 def shorten(problems: list[Problem]) -> list[Problem]:
@@ -151,7 +157,7 @@ def shorten(problems: list[Problem]) -> list[Problem]:
 
 
 def _not_empty(dataset: Dataset, where: str) -> Dataset:
-    if not dataset.rows:
+    if not dataset.rows and not dataset.unreadable:
         raise UserError(
             Problem(where, f"{dataset.source} holds no rows", f"one row a line, as {EXAMPLE_ROW}")
         )
@@ -344,15 +350,9 @@ def _short(value: Any) -> str:
 def dataset_problems(
     dataset: Dataset, check: Callable[[Row, str], Problem | None] = row_problem
 ) -> list[Problem]:
-    """What is wrong with each row, in order."""
-
-    def found() -> Iterator[Problem]:
-        for row, place in zip(dataset.rows, dataset.places, strict=True):
-            problem = check(row, place)
-            if problem is not None:
-                yield problem
-
-    return list(found())
+    """What is wrong: lines that are no rows, then each row that will not do."""
+    checked = (check(row, place) for row, place in zip(dataset.rows, dataset.places, strict=True))
+    return [*dataset.unreadable, *(problem for problem in checked if problem is not None)]
 
 
 # --- in which order -----------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_the_model_spec_follows_the_algorithm() -> None:
 def test_the_shipped_experiment_loads() -> None:
     spec = load_experiment(ROOT / "examples" / "sft_arithmetic.yaml", ["backend.kind=mock"])
     assert spec.name == "sft-arithmetic"
-    assert spec.algorithm.params.learning_rate == 3e-3
+    assert spec.algorithm.params.learning_rate == 2e-3
 
 
 # --- its schema ---------------------------------------------------------------------------------
