@@ -79,6 +79,7 @@ def test_everything_at_once() -> None:
         "store",
         "model.name",
         "train.jsonl:2",
+        "train.jsonl:3",
         "algorithm.params.lr",
         "backend.kind",
         "evaluations[0].every",
