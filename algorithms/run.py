@@ -123,6 +123,7 @@ class LiveRun:
     _turns: dict[tuple[str, int], Turn] = field(default_factory=dict)
     _submitted: dict[tuple[str, int], Awaitable[Any]] = field(default_factory=dict)
     _recorded: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    _sampler_uri: str | None = None
     _last_turn: asyncio.Future[None] | None = None
     _flushed: float = field(default_factory=time.monotonic)
     _step_ended: float = field(default_factory=time.monotonic)
@@ -188,7 +189,11 @@ class LiveRun:
         uri = await saved
         with tempfile.TemporaryDirectory(prefix="flowtune-") as temporary:
             folder = Path(temporary)
-            await self.backend.export_state(uri, folder)
+            exported = await self.backend.export_state(uri, folder)
+            if not exported and steps_done == self.plan.total_steps and not self._sampler_uri:
+                # Nothing follows the last step, so these are its weights; a server that keeps its
+                # files to itself samples only from weights that were saved for that.
+                self._sampler_uri = await self.backend.save_for_sampler(name)
             await self._recorded[steps_done].wait()
             manifest = await asyncio.to_thread(self._publish, steps_done, uri, folder)
         address = self.store.checkpoint_uri(manifest)
@@ -327,9 +332,15 @@ class LiveRun:
         artifacts = {"run": self.store.uri(), "report": self.store.uri("report.md")}
         if (last := self.store.latest_checkpoint()) is not None:
             artifacts["checkpoint"] = self.store.checkpoint_uri(last)
-            if last.state_uri is not None:
+            if last.files:
+                artifacts["adapter"] = self.store.checkpoint_uri(last)
+            elif last.state_uri is not None:
                 artifacts["state"] = last.state_uri
-        return self._end(RunResult(self.run_id, "completed", self._final_metrics(), artifacts))
+        if self._sampler_uri is not None:
+            artifacts["sampler"] = self._sampler_uri
+        result = RunResult(self.run_id, "completed", self._final_metrics(), artifacts)
+        self.store.write_result(asdict(result))
+        return result
 
     def fail(self, error: BaseException) -> RunResult:
         """Write down that the run stopped short, and why; it can still be continued."""
@@ -337,12 +348,9 @@ class LiveRun:
         status: Literal["cancelled", "failed"] = "cancelled" if stopped else "failed"
         why = str(error) or type(error).__name__
         result = RunResult(self.run_id, status, {}, {"run": self.store.uri()}, why)
-        self.store.flush_metrics()
-        return self._end(result)
-
-    def _end(self, result: RunResult) -> RunResult:
-        self.store.write_result(asdict(result))
         self.tell("on_end", result)
+        self.store.flush_metrics()
+        self.store.write_result(asdict(result))
         return result
 
     def _final_metrics(self) -> dict[str, float]:

@@ -150,8 +150,8 @@ def _closing(console: Console, result: dict[str, Any], links: dict[str, str]) ->
     from flows.terminal import print_result
 
     artifacts = result.get("artifacts", {})
-    places = {"adapter": artifacts.get("checkpoint"), "report": artifacts.get("report")}
-    shown = {name: _near(place) for name, place in places.items() if place}
+    names = ("adapter", "sampler", "state", "report")
+    shown = {name: _near(artifacts[name]) for name in names if name in artifacts}
     print_result(console, result, shown | links)
 
 

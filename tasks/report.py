@@ -1,6 +1,6 @@
 """The last task of a run, its report, and the progress that Prefect shows until then.
 
-The report goes to the run's store; what Prefect gets is a copy. `result.json` comes last.
+The report goes to the run's store, then `result.json`; what Prefect gets is a copy.
 """
 
 from __future__ import annotations
@@ -53,12 +53,14 @@ async def report(run_id: str) -> dict[str, Any]:
     """Write the report of a run that is done, to its store and to Prefect; returns the result."""
     run = live(run_id)
     page = await asyncio.to_thread(_write, run.store, run.algorithm.setup_metrics())
+    result = await asyncio.to_thread(run.finish)
+    run.tell("on_end", result)
     await acreate_markdown_artifact(
         for_prefect(page, run.store.uri()),
         key=artifact_key("report", run_id),
         description=f"Report of run `{run_id}`",
     )
-    return asdict(await asyncio.to_thread(run.finish))
+    return asdict(result)
 
 
 def _write(store: RunStore, setup_metrics: Mapping[str, float]) -> Report:

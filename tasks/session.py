@@ -6,11 +6,15 @@ its run up here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from algorithms.callbacks import Callback
 from algorithms.run import LiveRun
+from backends.errors import FlowtuneError
+
+logger = logging.getLogger(__name__)
 
 _runs: dict[str, LiveRun] = {}
 _watchers: list[Callback] = []
@@ -32,17 +36,26 @@ def live(run_id: str) -> LiveRun:
 
 @asynccontextmanager
 async def closing(run_id: str) -> AsyncIterator[None]:
-    """Whatever way the block ends: write down a failure, end the backend, forget the run."""
+    """Whatever way the block ends: write down a failure, end the backend, forget the run.
+
+    What ended the run stays the error that is raised, whatever else then goes wrong.
+    """
     try:
         yield
     except BaseException as error:
         if run_id in _runs:
-            _runs[run_id].fail(error)
+            try:
+                _runs[run_id].fail(error)
+            except FlowtuneError as second:
+                error.add_note(f"It could not be written into the run's folder: {second}")
         raise
     finally:
         run = _runs.pop(run_id, None)
         if run is not None:
-            await run.backend.aclose()
+            try:
+                await run.backend.aclose()
+            except FlowtuneError as error:
+                logger.warning("the backend of run %s did not close: %s", run_id, error)
 
 
 @contextmanager

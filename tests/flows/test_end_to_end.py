@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
+from backends.embedded import EmbeddedParams, EngineProcess
 from tests.servers.prefect import PrefectServer
 
 ROOT = Path(__file__).parents[2]
@@ -33,6 +34,25 @@ def finish(arguments: list[str], server: PrefectServer) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def start(arguments: list[str], server: PrefectServer) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=server.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def untimed(run: Path) -> list[dict[str, Any]]:
+    """A run's metrics without what a clock put in."""
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/")}
+        for row in rows(run / "metrics.jsonl")
+    ]
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -127,13 +147,7 @@ def test_kill_9_then_the_same_command_ends_with_the_same_bits(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
     finish(command(tmp_path, "whole", *SHORT), prefect_server)
-    killed = subprocess.Popen(
-        command(tmp_path, "killed", *SHORT),
-        cwd=ROOT,
-        env=prefect_server.environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    killed = start(command(tmp_path, "killed", *SHORT), prefect_server)
     manifest = tmp_path / "killed/checkpoints/step-000008/manifest.json"
     wait_for(manifest, killed)
     engine = child_engine(killed.pid)
@@ -147,12 +161,33 @@ def test_kill_9_then_the_same_command_ends_with_the_same_bits(
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         whole = (tmp_path / "whole" / last / name).read_bytes()
         assert (tmp_path / "killed" / last / name).read_bytes() == whole, name
-    kept = [
-        [{k: v for k, v in row.items() if not k.startswith("time/")} for row in table]
-        for table in (rows(tmp_path / run / "metrics.jsonl") for run in ("whole", "killed"))
-    ]
-    assert kept[0] == kept[1]
-    assert [row["step"] for row in kept[1]] == list(range(1, 25))
+    kept = untimed(tmp_path / "killed")
+    assert kept == untimed(tmp_path / "whole")
+    assert [row["step"] for row in kept] == list(range(1, 25))
+
+
+async def test_a_server_of_ones_own_trains_and_resumes_the_same(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run on an engine that outlives it, as on the hosted service: killed and resumed."""
+    key = "tml-a-key-of-this-test"
+    monkeypatch.setenv("TINKER_API_KEY", key)
+    finish(command(tmp_path, "embedded", *SHORT), prefect_server)
+    engine = await EngineProcess.start(EmbeddedParams(), "examples/models/tiny-qwen3", key)
+    try:
+        backend = f"backend={{kind: tinker, params: {{base_url: '{engine.url}'}}}}"
+        arguments = command(tmp_path, "served", *SHORT, backend)
+        killed = start(arguments, prefect_server)
+        wait_for(tmp_path / "served/checkpoints/step-000008/manifest.json", killed)
+        killed.kill()
+        killed.wait()
+        output = finish(arguments, prefect_server)
+    finally:
+        await engine.stop()
+    result = json.loads((tmp_path / "served/result.json").read_text())
+    assert result["artifacts"]["sampler"].startswith("tinker://")
+    assert result["artifacts"]["sampler"] in output
+    assert untimed(tmp_path / "served") == untimed(tmp_path / "embedded")
 
 
 def test_the_same_yaml_on_s3(prefect_server: PrefectServer, s3_uri: str, shipped_run: Path) -> None:
@@ -174,14 +209,7 @@ def test_the_same_yaml_on_s3(prefect_server: PrefectServer, s3_uri: str, shipped
 def test_ctrl_c_ends_the_engine_and_says_how_to_go_on(
     prefect_server: PrefectServer, tmp_path: Path
 ) -> None:
-    running = subprocess.Popen(
-        command(tmp_path, "stopped", *SHORT),
-        cwd=ROOT,
-        env=prefect_server.environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    running = start(command(tmp_path, "stopped", *SHORT), prefect_server)
     wait_for(tmp_path / "stopped/checkpoints/step-000004/manifest.json", running)
     engine = child_engine(running.pid)
     running.send_signal(signal.SIGINT)
