@@ -81,6 +81,7 @@ class BaseAlgorithmConfig(BaseModel):
     learning_rate: float = Field(1e-4, gt=0, description="Peak learning rate of AdamW.")
     schedule: LearningRateSchedule = Field(
         default_factory=LearningRateSchedule,
+        title="Schedule",
         description="How the learning rate moves over the run.",
     )
     batch_size: int = Field(32, ge=1, description="Rows in each optimizer step.")

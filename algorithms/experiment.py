@@ -172,7 +172,7 @@ class Experiment(Section):
     store: str = Field(
         "runs", min_length=1, description="Where runs are kept: a folder, or s3://bucket/prefix."
     )
-    model: ModelSection = Field(description="Which model is trained.")
+    model: ModelSection = Field(title="Model", description="Which model is trained.")
     data: DataField = Field(description="The rows to train on.")
     algorithm: AlgorithmField = Field(description="The recipe and its parameters.")
     backend: BackendField = Field(

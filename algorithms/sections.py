@@ -64,9 +64,10 @@ def with_params(
         params = config(row.item)
         required = any(field.is_required() for field in params.model_fields.values())
         words = "".join(word.title() for word in re.split(r"\W|_", row.kind))
+        default: dict[str, Any] = {} if required else {"default_factory": params}
         fields: dict[str, Any] = {
             "kind": (Literal[row.kind], row.kind),
-            "params": (params, Field() if required else Field(default_factory=params)),
+            "params": (params, Field(title="Params", **default)),
         }
         section: type[BaseModel] = create_model(
             f"{words}{base.__name__}",
