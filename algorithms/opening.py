@@ -15,6 +15,7 @@ from algorithms.experiment import Experiment
 from algorithms.run import LiveRun
 from backends.base import Backend, SavedState
 from backends.errors import Problem, UserError
+from backends.storage.objects import open_store
 from backends.storage.run_store import CheckpointManifest, RunStore
 
 MAY_CHANGE = {"callbacks", "orchestration", "store", "tags"}
@@ -112,23 +113,46 @@ async def _open_backend(
 ) -> Backend:
     row = experiment.backend.row()
     params, spec = experiment.backend.params, experiment.model_spec()
-    if manifest is None:
-        return await row.open(params, spec, _initial_state(experiment))
     with tempfile.TemporaryDirectory(prefix="flowtune-") as temporary:
-        folder = await asyncio.to_thread(store.checkpoint_folder, manifest)
-        if folder is None:
-            folder = Path(temporary)
-            await asyncio.to_thread(store.fetch_checkpoint, manifest, folder)
-        return await row.open(params, spec, SavedState(manifest.state_uri, folder))
+        folder = Path(temporary)
+        if manifest is not None:
+            state = await asyncio.to_thread(_saved_state, store, manifest, folder)
+        elif experiment.model.init_from is not None:
+            state = await asyncio.to_thread(_first_weights, experiment.model.init_from, folder)
+        else:
+            state = None
+        return await row.open(params, spec, state)
 
 
-def _initial_state(experiment: Experiment) -> SavedState | None:
-    source = experiment.model.init_from
-    if source is None:
-        return None
+def _saved_state(
+    store: RunStore, manifest: CheckpointManifest, temporary: Path
+) -> SavedState | None:
+    folder = store.checkpoint_folder(manifest)
+    if folder is None:
+        folder = temporary
+        store.fetch_checkpoint(manifest, folder)
+    return SavedState(manifest.state_uri, folder)
+
+
+def _first_weights(source: str, temporary: Path) -> SavedState | None:
+    """The weights of another run's checkpoint: at a server, in a folder, or in an object store."""
     if source.startswith("tinker://"):
         return SavedState(uri=source, folder=None, optimizer=False)
-    return SavedState(uri=None, folder=Path(source), optimizer=False)
+    if "://" not in source:
+        return SavedState(uri=None, folder=Path(source).expanduser(), optimizer=False)
+    parent, _, name = source.rstrip("/").rpartition("/")
+    objects = open_store(parent)
+    files = [key.removeprefix(f"{name}/") for key in objects.keys(name)]
+    if "adapter_model.safetensors" not in files:
+        raise UserError(
+            Problem(
+                "model.init_from",
+                f"{source} holds no adapter_model.safetensors",
+                "give the address of a checkpoint, as a run's checkpoints/step-… is",
+            )
+        )
+    objects.download(files, name, temporary)
+    return SavedState(uri=None, folder=temporary, optimizer=False)
 
 
 async def _set_up(

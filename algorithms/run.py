@@ -344,7 +344,7 @@ class LiveRun:
 
     def fail(self, error: BaseException) -> RunResult:
         """Write down that the run stopped short, and why; it can still be continued."""
-        stopped = isinstance(error, asyncio.CancelledError | KeyboardInterrupt)
+        stopped = not isinstance(error, Exception)  # asked to stop, by whatever signal
         status: Literal["cancelled", "failed"] = "cancelled" if stopped else "failed"
         why = str(error) or type(error).__name__
         result = RunResult(self.run_id, status, {}, {"run": self.store.uri()}, why)

@@ -289,7 +289,7 @@ async def connect(
 
 
 class TinkerKind:
-    """The registry's row for servers that someone else runs."""
+    """Any server of the Tinker protocol: the hosted service, SkyRL, a `flowtune engine`."""
 
     kind: ClassVar[str] = "tinker"
     Params: ClassVar[type[BackendParams]] = TinkerParams
@@ -312,7 +312,15 @@ class TinkerKind:
     async def open(
         params: TinkerParams, model: ModelSpec, state: SavedState | None
     ) -> TinkerBackend:
-        """A training client at the server."""
+        """A training client at the server. Raises UserError for weights it cannot be given."""
+        if state is not None and state.uri is None:
+            raise UserError(
+                Problem(
+                    "model.init_from",
+                    f"{params.url()} reads no files of yours",
+                    "give the tinker:// address of weights that it holds",
+                )
+            )
         key = os.environ.get(params.api_key_env)
         return await connect(TinkerBackend, params.url(), key, model, state)
 

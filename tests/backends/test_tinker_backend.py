@@ -200,6 +200,12 @@ async def test_an_exported_checkpoint_goes_on_bit_for_bit_in_another_engine(tmp_
     await second.aclose()
 
 
+async def test_a_server_is_not_asked_to_read_a_folder(tmp_path: Path) -> None:
+    state = SavedState(uri=None, folder=tmp_path, optimizer=False)
+    with pytest.raises(UserError, match="reads no files of yours"):
+        await TinkerKind.open(TinkerParams(base_url="http://127.0.0.1:9"), SPEC, state)
+
+
 async def test_a_model_that_is_not_there_is_the_users_mistake() -> None:
     with pytest.raises(UserError, match=r"model\.name"):
         await EmbeddedKind.open(EmbeddedParams(), ModelSpec(name="./no/such/folder"), None)

@@ -143,6 +143,24 @@ async def test_another_experiment_may_not_take_over_a_run(
         await run(experiment(tmp_path, data=rows), "a")
 
 
+@pytest.mark.parametrize("kind", ["folder", "object store"])
+async def test_a_run_can_start_from_the_weights_of_another(
+    prefect_server: PrefectServer, tmp_path: Path, kind: str
+) -> None:
+    store = str(tmp_path) if kind == "folder" else f"memory://{tmp_path.name}"
+    first = experiment(tmp_path).model_copy(update={"store": store})
+    result = await run(first, "a")
+    model = {"name": "any/model", "init_from": result["artifacts"]["adapter"]}
+    await run(experiment(tmp_path, model=model), "b")
+    await run(experiment(tmp_path), "fresh")
+    # The same rows come first, so the new run begins where the other one had come to, with an
+    # optimizer that is new: better than fresh weights, and not simply going on.
+    begun = [metrics(tmp_path, name)[0]["train_mean_nll"] for name in ("b", "fresh")]
+    assert begun[0] < begun[1]
+    manifest = json.loads((tmp_path / "b/checkpoints/step-000004/manifest.json").read_text())
+    assert manifest["next_step"] == 4
+
+
 class Watcher(Callback):
     def __init__(self) -> None:
         self.seen: list[str] = []
