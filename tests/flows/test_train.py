@@ -10,7 +10,7 @@ import pytest
 
 from algorithms.callbacks import Callback
 from algorithms.experiment import Experiment
-from backends.errors import UserError
+from backends.errors import StateLostError, TransientError, UserError
 from tests.servers.prefect import PrefectServer
 
 ROWS = [{"prompt": f"What is {i} + {i}?", "completion": str(2 * i)} for i in range(20)]
@@ -50,8 +50,8 @@ def adapter(store: Path, run_id: str, step: int) -> bytes:
     return (store / run_id / f"checkpoints/step-{step:06d}/adapter_model.safetensors").read_bytes()
 
 
-class Stop(RuntimeError):
-    """What the test interrupts a run with."""
+class Stop(StateLostError):
+    """What the test interrupts a run with: an error that no task retries."""
 
 
 async def run_until(spec: Experiment, run_id: str, step: int, monkeypatch: Any) -> None:
@@ -141,6 +141,50 @@ async def test_another_experiment_may_not_take_over_a_run(
     rows = {"kind": "rows", "rows": ROWS[:-1]}
     with pytest.raises(UserError, match=r"data\.rows"):
         await run(experiment(tmp_path, data=rows), "a")
+
+
+async def test_a_retried_flow_run_continues_its_own_run(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from algorithms.mock_sft import MockSFT
+    from flows.train import train
+
+    real, built = MockSFT.build_batch, []
+
+    async def build_batch(self: MockSFT, step_idx: int) -> Any:
+        built.append(step_idx)
+        if built.count(6) == 1 and step_idx == 6:
+            raise Stop("once")
+        return await real(self, step_idx)
+
+    await run(experiment(tmp_path), "whole")
+    monkeypatch.setattr(MockSFT, "build_batch", build_batch)
+    result = await train.with_options(retries=1)(experiment(tmp_path))
+    assert isinstance(result, dict)
+    assert result["status"] == "completed"
+    run_id = result["run_id"]
+    assert metrics(tmp_path, run_id) == metrics(tmp_path, "whole")
+    assert adapter(tmp_path, run_id, 12) == adapter(tmp_path, "whole", 12)
+    assert [built.count(step) for step in (0, 3, 4, 11)] == [1, 1, 2, 1]
+
+
+async def test_a_batch_that_could_not_be_built_for_now_is_built_again(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from algorithms.mock_sft import MockSFT
+
+    real, built = MockSFT.build_batch, []
+
+    async def build_batch(self: MockSFT, step_idx: int) -> Any:
+        built.append(step_idx)
+        if built.count(6) == 1 and step_idx == 6:
+            raise TransientError("the rows are away")
+        return await real(self, step_idx)
+
+    monkeypatch.setattr(MockSFT, "build_batch", build_batch)
+    result = await run(experiment(tmp_path, evaluations=[]), "a")
+    assert result["status"] == "completed"
+    assert built == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11]
 
 
 @pytest.mark.parametrize("kind", ["folder", "object store"])
