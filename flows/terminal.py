@@ -128,7 +128,7 @@ class Terminal(Callback):
         words = []
         column = next((name for name in LOSS_COLUMNS if row.get(name) is not None), None)
         if column is not None:
-            words.append(f"{LOSS_COLUMNS[column]} {row[column]:.3g}")
+            words.append(f"{LOSS_COLUMNS[column]} {row[column]:#.3g}")
         if (speed := row.get("time/tokens_per_second")) is not None:
             words.append(f"{self._speed.add(speed):,.0f} tokens/s")
         if (seconds := row.get("time/step")) is not None:
