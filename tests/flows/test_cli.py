@@ -254,7 +254,7 @@ def test_progress_has_loss_speed_and_time_left(on_a_terminal: bool) -> None:
     if not on_a_terminal:
         # Two lines: the first step of this part, with 99 to go at 30 s, and the last.
         steps = [line for line in shown.splitlines() if line.startswith("  step")]
-        assert steps[0] == "  step 101/200  loss 2.000  27 tokens/s  49:30 left"
+        assert steps[0] == "  step 101/200  loss 2.00  27 tokens/s  49:30 left"
         assert len(steps) == 2
 
 
