@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -12,11 +13,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
+ROOMS = ("algorithms", "backends", "flows", "tasks")
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
+    source = tmp_path_factory.mktemp("source")  # setuptools leaves a build folder where it builds
+    for room in ROOMS:
+        shutil.copytree(ROOT / room, source / room, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("pyproject.toml", "README.md"):
+        shutil.copy(ROOT / file, source)
     command = [
         sys.executable,
         "-m",
@@ -26,15 +33,14 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "--no-deps",
         f"--wheel-dir={folder}",
     ]
-    subprocess.run([*command, "--no-build-isolation", str(ROOT)], check=True, timeout=120)
+    subprocess.run([*command, "--no-build-isolation", str(source)], check=True, timeout=120)
     return next(folder.glob("flowtune-*.whl"))
 
 
 def test_it_holds_every_module_and_no_test(wheel: Path) -> None:
     names = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
-    rooms = ("algorithms", "backends", "flows", "tasks")
     modules = {
-        p.relative_to(ROOT).as_posix() for room in rooms for p in (ROOT / room).rglob("*.py")
+        p.relative_to(ROOT).as_posix() for room in ROOMS for p in (ROOT / room).rglob("*.py")
     }
     assert names == modules
 
