@@ -123,6 +123,7 @@ class LiveRun:
     _turns: dict[tuple[str, int], Turn] = field(default_factory=dict)
     _submitted: dict[tuple[str, int], Awaitable[Any]] = field(default_factory=dict)
     _recorded: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
+    _unwritten: dict[tuple[str, int], asyncio.Event] = field(default_factory=dict)
     _sampler_uri: str | None = None
     _last_turn: asyncio.Future[None] | None = None
     _flushed: float = field(default_factory=time.monotonic)
@@ -183,7 +184,11 @@ class LiveRun:
         return (await result).metrics or {}
 
     async def save(self, steps_done: int) -> str:
-        """Save right behind the step's optimizer step, then publish files and manifest."""
+        """Save right behind the step's optimizer step, then publish files and manifest.
+
+        The manifest waits for the step's row and for every evaluation up to it: a run that goes on
+        from here could not catch up on them.
+        """
         name = f"step-{steps_done:06d}"
         saved = await self._in_turn("save", steps_done, lambda: self.backend.save_full_state(name))
         uri = await saved
@@ -195,6 +200,8 @@ class LiveRun:
                 # files to itself samples only from weights that were saved for that.
                 self._sampler_uri = await self.backend.save_for_sampler(name)
             await self._recorded[steps_done].wait()
+            for written in list(self._unwritten.values()):
+                await written.wait()
             manifest = await asyncio.to_thread(self._publish, steps_done, uri, folder)
         address = self.store.checkpoint_uri(manifest)
         self.tell("on_save", steps_done, address)
@@ -207,6 +214,7 @@ class LiveRun:
         )
         result = await evaluate(self.evaluations[name], await snapshot, steps_done)
         await asyncio.to_thread(self.store.write_evaluation, result)
+        self._unwritten.pop((name, steps_done)).set()
         self.tell("on_evaluation", result)
         return result.score
 
@@ -264,6 +272,7 @@ class LiveRun:
     ) -> None:
         for name, prepared in self.evaluations.items():
             if prepared.is_due(steps_done, self.plan.total_steps):
+                self._unwritten[name, steps_done] = asyncio.Event()
                 work = operations.evaluate(name, steps_done)
                 self._submit(group, f"evaluate/{name}", steps_done, work)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -143,22 +144,76 @@ async def test_another_experiment_may_not_take_over_a_run(
         await run(experiment(tmp_path, data=rows), "a")
 
 
-async def test_a_retried_flow_run_continues_its_own_run(
-    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def fail_once(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> list[int]:
+    """Have the first build of a step's batch fail; returns the steps as they are built."""
     from algorithms.mock_sft import MockSFT
-    from flows.train import train
 
-    real, built = MockSFT.build_batch, []
+    real = MockSFT.build_batch
+    built: list[int] = []
 
     async def build_batch(self: MockSFT, step_idx: int) -> Any:
         built.append(step_idx)
-        if built.count(6) == 1 and step_idx == 6:
-            raise Stop("once")
+        if step_idx == step and built.count(step) == 1:
+            raise error
         return await real(self, step_idx)
 
-    await run(experiment(tmp_path), "whole")
     monkeypatch.setattr(MockSFT, "build_batch", build_batch)
+    return built
+
+
+async def test_rows_that_changed_since_a_run_began_are_refused(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    spec = experiment(tmp_path, data={"kind": "jsonl", "path": str(file)})
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    await run_until(spec, "a", 6, monkeypatch)
+    file.write_text("\n".join(map(json.dumps, reversed(ROWS))))
+    with pytest.raises(UserError, match="was started on other rows"):
+        await run(spec, "a")
+
+
+@pytest.mark.parametrize(("at", "kept"), [(6, [4]), (12, [4, 8])])
+async def test_a_checkpoint_waits_for_the_evaluations_before_it(
+    prefect_server: PrefectServer,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    at: int,
+    kept: list[int],
+) -> None:
+    """A run that ends while it evaluates must find that evaluation still to be done."""
+    from algorithms import run as loop
+    from backends.storage.run_store import RunStore
+
+    real = loop.evaluate
+
+    async def evaluate(prepared: Any, client: Any, step: int) -> Any:
+        if step == at:
+            await asyncio.sleep(1.0)  # the steps and the save behind it are long done
+            raise Stop("while evaluating")
+        return await real(prepared, client, step)
+
+    await run(experiment(tmp_path), "whole")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "evaluate", evaluate)
+        with pytest.raises(Stop):
+            await run(experiment(tmp_path), "broken")
+    assert RunStore(tmp_path, "broken").checkpoint_steps() == kept
+    await run(experiment(tmp_path), "broken")
+    whole, broken = (
+        (tmp_path / name / "evaluations.jsonl").read_text() for name in ("whole", "broken")
+    )
+    assert broken == whole
+    assert metrics(tmp_path, "broken") == metrics(tmp_path, "whole")
+
+
+async def test_a_retried_flow_run_continues_its_own_run(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from flows.train import train
+
+    await run(experiment(tmp_path), "whole")
+    built = fail_once(monkeypatch, 6, Stop("once"))
     result = await train.with_options(retries=1)(experiment(tmp_path))
     assert isinstance(result, dict)
     assert result["status"] == "completed"
@@ -171,17 +226,7 @@ async def test_a_retried_flow_run_continues_its_own_run(
 async def test_a_batch_that_could_not_be_built_for_now_is_built_again(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from algorithms.mock_sft import MockSFT
-
-    real, built = MockSFT.build_batch, []
-
-    async def build_batch(self: MockSFT, step_idx: int) -> Any:
-        built.append(step_idx)
-        if built.count(6) == 1 and step_idx == 6:
-            raise TransientError("the rows are away")
-        return await real(self, step_idx)
-
-    monkeypatch.setattr(MockSFT, "build_batch", build_batch)
+    built = fail_once(monkeypatch, 6, TransientError("the rows are away"))
     result = await run(experiment(tmp_path, evaluations=[]), "a")
     assert result["status"] == "completed"
     assert built == [0, 1, 2, 3, 4, 5, 6, 6, 7, 8, 9, 10, 11]
