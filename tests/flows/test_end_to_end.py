@@ -139,7 +139,8 @@ SHORT = (
     "algorithm.params.max_steps=24",
     "algorithm.params.save_at_fractions=null",
     "algorithm.params.save_every=4",
-    "evaluations=[]",
+    "evaluations=[{name: heldout, every: 6, max_tokens: 16, limit: 20, "
+    "data: {kind: jsonl, path: examples/data/arithmetic/test.jsonl}}]",
 )
 
 
@@ -161,6 +162,9 @@ def test_kill_9_then_the_same_command_ends_with_the_same_bits(
     for name in ("adapter_model.safetensors", "optimizer.safetensors"):
         whole = (tmp_path / "whole" / last / name).read_bytes()
         assert (tmp_path / "killed" / last / name).read_bytes() == whole, name
+    evaluated = [(tmp_path / run / "evaluations.jsonl").read_text() for run in ("whole", "killed")]
+    assert evaluated[0] == evaluated[1]
+    assert [json.loads(line)["step"] for line in evaluated[1].splitlines()] == [0, 6, 12, 18, 24]
     kept = untimed(tmp_path / "killed")
     assert kept == untimed(tmp_path / "whole")
     assert [row["step"] for row in kept] == list(range(1, 25))
