@@ -87,6 +87,10 @@ class AbstractBackend(ABC):
         """One AdamW step with the accumulated gradients, which are then cleared."""
 
     @abstractmethod
+    def clear_gradients(self, model_id: str) -> None:
+        """Drop the accumulated gradients; weights, moments and version stay."""
+
+    @abstractmethod
     def sample(self, batch: Sequence[SampleRequest]) -> dict[str, SampleOutput | RequestError]:
         """Draw from sampler weights; a sample depends on its request alone, not on the batch.
 

@@ -149,6 +149,10 @@ class TorchBackend(AbstractBackend):
         norm, factor = model.step(adam)
         return OptimStepOutput(model.version, {"grad_norm": norm, "clip_factor": factor})
 
+    def clear_gradients(self, model_id: str) -> None:
+        """Drop the accumulated gradients; weights, moments and version stay."""
+        self._model(model_id).gradients.zero_()
+
     def sample(self, batch: Sequence[SampleRequest]) -> dict[str, SampleOutput | RequestError]:
         """Draw from sampler weights; a sample depends on its request alone, not on the batch."""
         return self._sampler.sample(batch, self._samplers)
@@ -350,7 +354,10 @@ def _pack(data: Sequence[Datum], loss: Loss, device: torch.device) -> _Packed:
 
 
 def _check_adam(adam: AdamParams) -> None:
-    """Any finite learning rate and weight decay; the rest as torch.optim.AdamW, but eps above 0."""
+    """Any finite learning rate and weight decay; the rest as torch.optim.AdamW, but eps above 0.
+
+    With eps 0 a matrix without a gradient would become NaN: A has none at the first step.
+    """
     rules = (
         ("learning_rate", math.isfinite(adam.learning_rate), "a finite number"),
         ("beta1", 0 <= adam.beta1 < 1, "a number from 0 to below 1"),

@@ -87,6 +87,10 @@ class ScriptedBackend(AbstractBackend):
         self._versions[model_id] += 1
         return OptimStepOutput(self._versions[model_id], {"grad_norm": 1.0})
 
+    def clear_gradients(self, model_id: str) -> None:
+        self.calls.append("clear")
+        self._gradients[model_id] = 0
+
     def sample(self, batch: Sequence[SampleRequest]) -> dict[str, SampleOutput | RequestError]:
         self.gate.wait(10)
         self.batches.append([request.sampler_id for request in batch])
