@@ -270,7 +270,7 @@ class TorchBackend(AbstractBackend):
 
         Positions that add nothing to the loss get their logprobs without a backward pass.
         """
-        hidden = self._base.hidden(packed.ids).flatten(0, 1)
+        hidden = self._base.decoder.hidden(packed.ids).flatten(0, 1)
         if packed.positions is not None:
             hidden = hidden.index_select(0, packed.positions)
         if packed.live is None or not torch.is_grad_enabled():

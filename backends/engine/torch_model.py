@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from backends.engine.decoder import Decoder, TransformersDecoder
 from backends.engine.lora import Adapter, install_slots
 from backends.errors import Problem, UserError
 
@@ -35,7 +36,7 @@ class FrozenModel:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.max_length = int(self.config.max_position_embeddings)
         self.end_tokens = _token_ids(model.generation_config.eos_token_id)
-        self.backbone = model.base_model
+        self.decoder: Decoder = TransformersDecoder(model.base_model)
         self._head = model.get_output_embeddings()
         self._active: Adapter | None = None
         self._pieces: dict[int, str] = {}
@@ -73,14 +74,6 @@ class FrozenModel:
         """Let go of the adapter's memory if it is the active one."""
         if adapter is self._active:
             self.activate(None)
-
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Last hidden states [B, T, H] of rows padded on the right (or not at all).
-
-        Attention is causal, so what stands right of a row's end never reaches the row: no mask.
-        """
-        states: Tensor = self.backbone(input_ids=ids, use_cache=False).last_hidden_state
-        return states
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [M, V] of hidden states [M, H]."""

@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
+from backends.engine.decoder import KeysValues
 from backends.engine.lora import Adapter
 from backends.engine.records import (
     FloatArray,
@@ -104,7 +105,7 @@ class TorchSampler:
                 self._admit(new, cache, running)
                 draw = _Draw(running)
             else:
-                ids = torch.tensor([[row.tokens[-1]] for row in running], device=self._base.device)
+                ids = torch.tensor([row.tokens[-1] for row in running], device=self._base.device)
                 logits = self._base.logits(self._step(ids, cache))
                 _append(running, draw, logits)
             if any(row.done for row in running):
@@ -128,17 +129,12 @@ class TorchSampler:
             cache.add(filled, source, [row.prompt.tokens.size for row in rows])
             running.extend(rows)
 
-    def _prefill(self, prompts: Sequence[_Prompt]) -> tuple[DynamicCache, Tensor]:
-        """Keys and values of the prompts [B, heads, P, D], and their last hidden states [B, H]."""
+    def _prefill(self, prompts: Sequence[_Prompt]) -> tuple[list[KeysValues], Tensor]:
+        """Keys and values of the prompts a layer, and their last hidden states [B, H]."""
         ids = np.zeros((len(prompts), max(p.tokens.size for p in prompts)), np.int64)
         for row, prompt in zip(ids, prompts, strict=True):
             row[: prompt.tokens.size] = prompt.tokens
-        filled = DynamicCache()
-        hidden = self._base.backbone(
-            input_ids=torch.from_numpy(ids).to(self._base.device),
-            past_key_values=filled,
-            use_cache=True,
-        ).last_hidden_state
+        hidden, filled = self._base.decoder.prefill(torch.from_numpy(ids).to(self._base.device))
         for states, prompt in zip(hidden, prompts, strict=True):
             self._score(prompt, states)
         ends = torch.tensor([p.tokens.size - 1 for p in prompts], device=hidden.device)
@@ -160,15 +156,10 @@ class TorchSampler:
             )
 
     def _step(self, ids: Tensor, cache: RowCache) -> Tensor:
-        """One token [B, 1] further in every row; returns hidden states [B, H]."""
+        """One token [B] further in every row; returns hidden states [B, H]."""
         cache.make_room()
-        hidden: Tensor = self._base.backbone(
-            input_ids=ids,
-            position_ids=cache.lengths[:, None],
-            attention_mask=cache.mask(self._base.config),
-            past_key_values=cache.view,
-            use_cache=True,
-        ).last_hidden_state[:, 0]
+        mask = cache.mask(self._base.decoder.window)
+        hidden = self._base.decoder.step(ids, cache.lengths, mask, cache.view)
         cache.advance()
         return hidden
 
@@ -185,19 +176,17 @@ class RowCache:
         self.view = Cache(layers=[])
         """What transformers writes through."""
 
-    def add(self, filled: DynamicCache, source: Tensor, sizes: Sequence[int]) -> None:
+    def add(self, filled: Sequence[KeysValues], source: Tensor, sizes: Sequence[int]) -> None:
         """Append rows: row j gets the first sizes[j] places of `filled`'s row source[j]."""
         if not self._layers:
-            self._layers = [_RowLayer(layer.keys, layer.values) for layer in filled.layers]
+            self._layers = [_RowLayer(keys, values) for keys, values in filled]
             self.view = Cache(layers=self._layers)
         start, self._sizes = len(self._sizes), [*self._sizes, *sizes]
-        for layer, prompt in zip(self._layers, filled.layers, strict=True):
+        for layer, (keys, values) in zip(self._layers, filled, strict=True):
             layer.reserve(len(self._sizes), max(sizes) + _FIRST_PLACES)
-            width = prompt.keys.shape[2]
-            layer.keys[start : len(self._sizes), :, :width] = prompt.keys.index_select(0, source)
-            layer.values[start : len(self._sizes), :, :width] = prompt.values.index_select(
-                0, source
-            )
+            width = keys.shape[2]
+            layer.keys[start : len(self._sizes), :, :width] = keys.index_select(0, source)
+            layer.values[start : len(self._sizes), :, :width] = values.index_select(0, source)
         self._sync()
 
     def keep(self, alive: Sequence[int], holes: Sequence[int], fillers: Sequence[int]) -> None:
@@ -224,19 +213,18 @@ class RowCache:
         self._sizes = [size + 1 for size in self._sizes]
         self._sync()
 
-    def mask(self, config: Any) -> Tensor | dict[str, Tensor] | None:
-        """The places each row's next token sees: [B, 1, 1, W], one a layer kind; None for all."""
-        kinds = set(getattr(config, "layer_types", None) or ())
-        window = getattr(config, "sliding_window", None)
-        slides = bool(window) and (not kinds or "sliding_attention" in kinds)
-        if not slides and min(self._sizes) == max(self._sizes):
-            return None
+    def mask(self, window: int | None) -> dict[str, Tensor | None]:
+        """The places [B, 1, 1, W] that each row's next token sees, by kind of layer; None: all."""
+        masks: dict[str, Tensor | None] = {"full_attention": None}
+        if window is None and min(self._sizes) == max(self._sizes):
+            return masks
         places = torch.arange(max(self._sizes) + 1, device=self._device)
         full = (places <= self.lengths[:, None])[:, None, None]
-        if not slides:
-            return full
-        near = full & (places > self.lengths[:, None] - window)[:, None, None]
-        return {"full_attention": full, "sliding_attention": near} if kinds else near
+        masks["full_attention"] = full
+        if window is not None:
+            near = full & (places > self.lengths[:, None] - window)[:, None, None]
+            masks["sliding_attention"] = near
+        return masks
 
     def _sync(self) -> None:
         self.lengths = torch.tensor(self._sizes, device=self._device)
