@@ -6,13 +6,31 @@ a cache in use.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from backends.engine.lora import Adapter, LoraSlot
+
 KeysValues = tuple[Tensor, Tensor]
 """One layer's keys and values, both [B, h, T, D]."""
+
+
+def sliding_window(config: Any) -> int | None:
+    """How many positions the layers of kind sliding_attention see; None if there are none."""
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    return window if window and (not kinds or "sliding_attention" in kinds) else None
+
+
+def layer_kind(config: Any, index: int) -> str:
+    """full_attention or sliding_attention."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return str(kinds[index])
+    return "full_attention" if sliding_window(config) is None else "sliding_attention"
 
 
 class Decoder(Protocol):
@@ -20,6 +38,12 @@ class Decoder(Protocol):
 
     window: int | None
     """How many positions the layers of kind sliding_attention see; None if there are none."""
+
+    def activate(self, adapter: Adapter | None, gradients: Adapter | None) -> None:
+        """Compute with this adapter, or the base model alone.
+
+        A backward pass adds to `gradients`, which has the adapter's layout.
+        """
 
     def hidden(self, ids: Tensor) -> Tensor:
         """Last hidden states [B, T, H] of token ids [B, T] padded on the right (or not at all).
@@ -44,12 +68,16 @@ class Decoder(Protocol):
 class TransformersDecoder:
     """Any dense causal decoder, as transformers computes it."""
 
-    def __init__(self, backbone: Any) -> None:
+    def __init__(self, backbone: Any, slots: Mapping[str, LoraSlot]) -> None:
         self._backbone = backbone
-        self._kinds = set(getattr(backbone.config, "layer_types", None) or ())
-        window = getattr(backbone.config, "sliding_window", None)
-        slides = not self._kinds or "sliding_attention" in self._kinds
-        self.window: int | None = window if window and slides else None
+        self._slots = slots
+        self._by_kind = bool(getattr(backbone.config, "layer_types", None))
+        self.window = sliding_window(backbone.config)
+
+    def activate(self, adapter: Adapter | None, gradients: Adapter | None) -> None:
+        """Point the slots at this adapter; autograd adds to its matrices' `grad`."""
+        for path, slot in self._slots.items():
+            slot.activate(adapter, path)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[B, T] to [B, T, H]."""
@@ -68,11 +96,11 @@ class TransformersDecoder:
         self, ids: Tensor, positions: Tensor, mask: dict[str, Tensor | None], cache: Cache
     ) -> Tensor:
         """[B] to [B, H]."""
-        alone = mask["full_attention" if self.window is None else "sliding_attention"]
+        alone = mask[layer_kind(self._backbone.config, 0)]
         states: Tensor = self._backbone(
             input_ids=ids[:, None],
             position_ids=positions[:, None],
-            attention_mask=mask if self._kinds else alone,
+            attention_mask=mask if self._by_kind else alone,
             past_key_values=cache,
             use_cache=True,
         ).last_hidden_state

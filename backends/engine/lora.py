@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ LORA_ALPHA = 32.0
 
 ATTENTION_LAYERS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LAYERS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+_SAME_INPUT = (frozenset({"q_proj", "k_proj", "v_proj"}), frozenset({"gate_proj", "up_proj"}))
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -39,7 +41,7 @@ OPTIMIZER_STATE = "optimizer.safetensors"
 MODEL_STATE = "state.json"
 
 _ALIGNMENT = 64
-"""Matrices start at multiples of this many floats, for vector loads."""
+"""Buffers of matrices start at multiples of this many floats, for vector loads."""
 _PEFT_KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
 
 
@@ -52,6 +54,11 @@ class LoraSlot(nn.Module):  # type: ignore[misc]
         self.bias = linear.bias
         self.matrices: tuple[Tensor, Tensor] | None = None
         self.scale = 0.0
+
+    def activate(self, adapter: Adapter | None, path: str) -> None:
+        """Add what the adapter has for the layer at `path`, or nothing."""
+        self.matrices = adapter.matrices.get(path) if adapter is not None else None
+        self.scale = adapter.scale if adapter is not None else 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out]."""
@@ -77,6 +84,22 @@ def install_slots(model: nn.Module) -> dict[str, LoraSlot]:
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, slot)
     return slots
+
+
+def _siblings(layers: Iterable[str]) -> Iterator[list[str]]:
+    """Layers that read the same input and lie beside each other in the model; others alone."""
+
+    def key(path: str) -> tuple[str, ...]:
+        parent, _, leaf = path.rpartition(".")
+        together = [names for names in _SAME_INPUT if leaf in names]
+        return (parent, *sorted(together[0])) if together else (path,)
+
+    for _, paths in groupby(layers, key):
+        yield list(paths)
+
+
+def _aligned(floats: int) -> int:
+    return -(-floats // _ALIGNMENT) * _ALIGNMENT
 
 
 def chosen_layers(config: LoraConfig, slots: Mapping[str, LoraSlot]) -> list[str]:
@@ -108,7 +131,10 @@ def _in_group(path: str, names: frozenset[str] | None) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """The matrices of one adapter: `matrices[layer]` = (A [r, in], B [out, r]), views of `flat`."""
+    """The matrices of one adapter: `matrices[layer]` = (A [r, in], B [out, r]), views of `flat`.
+
+    The A's of layers with the same input follow each other without a gap.
+    """
 
     config: LoraConfig
     alpha: float
@@ -120,21 +146,27 @@ class Adapter:
         cls, config: LoraConfig, alpha: float, layers: Mapping[str, LoraSlot], device: torch.device
     ) -> Adapter:
         """An adapter over `layers` with every entry 0."""
-        shapes = [
-            shape
-            for slot in layers.values()
-            for shape in ((config.rank, slot.weight.shape[1]), (slot.weight.shape[0], config.rank))
-        ]
-        offsets = [0]
-        for rows, columns in shapes:
-            offsets.append(offsets[-1] + -(-rows * columns // _ALIGNMENT) * _ALIGNMENT)
-        flat = torch.zeros(offsets[-1], device=device)
-        views = [
-            flat[start : start + rows * columns].view(rows, columns)
-            for start, (rows, columns) in zip(offsets, shapes, strict=False)
-        ]
-        pairs = zip(views[::2], views[1::2], strict=True)
-        return cls(config, alpha, flat, dict(zip(layers, pairs, strict=True)))
+        shapes = {path: slot.weight.shape for path, slot in layers.items()}
+        starts: dict[tuple[str, str], int] = {}
+        end = 0
+        for paths in _siblings(layers):
+            for letter, path in (("A", path) for path in paths):
+                starts[letter, path] = end
+                end += config.rank * shapes[path][1]
+            end = _aligned(end)
+            for letter, path in (("B", path) for path in paths):
+                starts[letter, path] = end
+                end = _aligned(end + shapes[path][0] * config.rank)
+        flat = torch.zeros(end, device=device)
+
+        def view(letter: str, path: str, rows: int, columns: int) -> Tensor:
+            return flat.as_strided((rows, columns), (columns, 1), starts[letter, path])
+
+        matrices = {
+            path: (view("A", path, config.rank, columns), view("B", path, rows, config.rank))
+            for path, (rows, columns) in shapes.items()
+        }
+        return cls(config, alpha, flat, matrices)
 
     @classmethod
     def fresh(
@@ -154,6 +186,12 @@ class Adapter:
     def scale(self) -> float:
         """What B A is multiplied with."""
         return self.alpha / self.config.rank
+
+    def stacked(self, paths: Sequence[str]) -> Tensor:
+        """The A's of layers that read the same input, one below the other: [n r, in], a view."""
+        first = self.matrices[paths[0]][0]
+        rows, columns = first.shape
+        return first.as_strided((len(paths) * rows, columns), (columns, 1))
 
     def like(self, flat: Tensor) -> Adapter:
         """The same layout over another buffer [of the same size]."""
@@ -189,8 +227,10 @@ class TrainState:
         self._weights.grad = torch.zeros_like(adapter.flat)
         fused = adapter.flat.device.type in ("cpu", "cuda", "mps")
         self._optimizer = torch.optim.AdamW([self._weights], fused=fused)
-        gradients = adapter.like(self.pending)
-        for (_, matrix), (_, gradient) in zip(adapter.named(), gradients.named(), strict=True):
+        self.pending_matrices = adapter.like(self.pending)
+        """The same as matrices."""
+        gradients = self.pending_matrices.named()
+        for (_, matrix), (_, gradient) in zip(adapter.named(), gradients, strict=True):
             matrix.requires_grad_()
             matrix.grad = gradient
 

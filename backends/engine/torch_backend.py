@@ -218,7 +218,7 @@ class TorchBackend(AbstractBackend):
             max_length=self._base.max_length,
         ):
             return RequestError(problem)
-        self._base.activate(model.adapter)
+        self._base.activate(model.adapter, model.pending_matrices)
         try:
             output = self._run(request, train=train)
             if train and isinstance(output, PassOutput):
@@ -385,8 +385,22 @@ def _not_finite(gradients: Tensor) -> str | None:
 
 
 def _pick_device(wanted: str) -> str:
-    if wanted != "auto":
-        return wanted
-    if torch.cuda.is_available():
-        return "cuda"
-    return "mps" if torch.backends.mps.is_available() else "cpu"
+    """The device that is wanted, or for "auto" the best there is. Raises UserError without it."""
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if wanted == "auto":
+        return next(device for device in there if there[device])
+    if not there[wanted]:
+        have = ", ".join(device for device in there if there[device])
+        raise UserError(
+            Problem(
+                "device",
+                f"{wanted} is not there on this machine, or torch {torch.__version__} is not "
+                "built for it",
+                f"take one of: auto, {have}",
+            )
+        )
+    return wanted

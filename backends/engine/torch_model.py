@@ -6,6 +6,7 @@ of a batch, K target candidates a position.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -15,8 +16,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from backends.engine.decoder import Decoder, TransformersDecoder
+from backends.engine.lean_decoder import LeanDecoder
 from backends.engine.lora import Adapter, install_slots
 from backends.errors import Problem, UserError
+
+log = logging.getLogger("flowtune.engine")
 
 LOGITS_AT_ONCE = 2**24
 """How many float32 logits are held at a time (64 MiB); larger batches go through in chunks."""
@@ -36,9 +40,10 @@ class FrozenModel:
         self.vocab_size = int(model.get_input_embeddings().weight.shape[0])
         self.max_length = int(self.config.max_position_embeddings)
         self.end_tokens = _token_ids(model.generation_config.eos_token_id)
-        self.decoder: Decoder = TransformersDecoder(model.base_model)
         self._head = model.get_output_embeddings()
-        self._active: Adapter | None = None
+        self._head_path = next(p for p, slot in self.slots.items() if slot is self._head)
+        self.decoder = self._decoder(model)
+        self._active: tuple[Adapter | None, Adapter | None] = (None, None)
         self._pieces: dict[int, str] = {}
 
     @cached_property
@@ -61,18 +66,20 @@ class FrozenModel:
             self._pieces[token] = self.text((token,))
         return self._pieces[token]
 
-    def activate(self, adapter: Adapter | None) -> None:
-        """Run the following calls with this adapter, or with the base model alone."""
-        if adapter is self._active:
+    def activate(self, adapter: Adapter | None, gradients: Adapter | None = None) -> None:
+        """Run the following calls with this adapter, or with the base model alone.
+
+        Backward passes add to `gradients`, which has the adapter's layout.
+        """
+        if self._active[0] is adapter and self._active[1] is gradients:
             return
-        for path, slot in self.slots.items():
-            slot.matrices = adapter.matrices.get(path) if adapter is not None else None
-            slot.scale = adapter.scale if adapter is not None else 0.0
-        self._active = adapter
+        self.decoder.activate(adapter, gradients)
+        self._head.activate(adapter, self._head_path)
+        self._active = (adapter, gradients)
 
     def forget(self, adapter: Adapter) -> None:
         """Let go of the adapter's memory if it is the active one."""
-        if adapter is self._active:
+        if adapter is self._active[0]:
             self.activate(None)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -112,6 +119,23 @@ class FrozenModel:
             self._logprobs, hidden, targets, use_reentrant=False, preserve_rng_state=False
         )
         return picked
+
+    def _decoder(self, model: Any) -> Decoder:
+        """The lean decoder where it computes what transformers computes, else transformers."""
+        plain = TransformersDecoder(model.base_model, self.slots)
+        if not LeanDecoder.takes(self.config):
+            return plain
+        ids = torch.arange(64, device=self.device).reshape(2, 32) % self.vocab_size
+        with torch.no_grad():
+            expected = plain.hidden(ids)
+            lean = LeanDecoder(model.base_model, self.slots, model.base_model_prefix)
+            difference = (lean.hidden(ids) - expected).norm() / expected.norm()
+        if difference <= (1e-4 if self.dtype == torch.float32 else 0.05):
+            return lean
+        log.warning(
+            "%s is computed by transformers: the lean decoder is off by %g", self.name, difference
+        )
+        return plain
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _check(self, model: Any) -> None:
