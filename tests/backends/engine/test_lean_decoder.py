@@ -149,7 +149,7 @@ class Growing(CacheLayerMixin):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
+@torch.no_grad()  # type: ignore[untyped-decorator]
 def test_decoding_goes_on_where_a_pass_would(family: str) -> None:
     *_, (decoder, slots) = both(FAMILIES[family])
     decoder.activate(adapter_of(slots, None), None)
