@@ -321,6 +321,10 @@ def engine(
             envvar="FLOWTUNE_ENGINE_API_KEY", help="Clients must bring it; begins with tml-."
         ),
     ] = None,
+    session_timeout: Annotated[
+        float,
+        typer.Option(help="Seconds without a sign of life until a client's models are unloaded."),
+    ] = 120.0,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or mps; found by itself.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.")] = None,
     threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
@@ -334,7 +338,15 @@ def engine(
     logging.getLogger("httpx").setLevel(logging.WARNING)
     chosen = {"device": device, "dtype": dtype, "threads": threads}
     compute = {name: value for name, value in chosen.items() if value is not None}
-    options = EngineOptions(base_model, store, host, port, api_key, compute=compute)
+    options = EngineOptions(
+        base_model,
+        store,
+        host,
+        port,
+        api_key,
+        session_seconds=session_timeout,
+        compute=compute,
+    )
     with _mistakes_told():
         serve(options)
 

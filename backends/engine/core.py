@@ -49,6 +49,32 @@ class Sampling:
     last_n: int | None
 
 
+class Alarm:
+    """Calls at the earliest of the moments that it was set to; there is one timer at most."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+        self._loop = loop
+        self._call = call
+        self._timer: asyncio.TimerHandle | None = None
+
+    def set(self, seconds: float) -> None:
+        """Call after so many seconds, if not earlier."""
+        when = self._loop.time() + seconds
+        if self._timer is None or when < self._timer.when():
+            self.cancel()
+            self._timer = self._loop.call_at(when, self._ring)
+
+    def cancel(self) -> None:
+        """Do not call."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _ring(self) -> None:
+        self._timer = None
+        self._call()
+
+
 class Core:
     """One base model's ledger, scheduler, store and backend. Made on the event loop."""
 
@@ -62,6 +88,7 @@ class Core:
         self.capabilities: Capabilities | None = None
         self._io = ThreadPoolExecutor(4, "store")
         self._backend: AbstractBackend | None = None
+        self._alarms: list[Alarm] = []
 
     # -- life --
 
@@ -76,6 +103,8 @@ class Core:
 
     def stop(self) -> None:
         """Take up nothing more and wake whoever waits; what runs is finished."""
+        for alarm in self._alarms:
+            alarm.cancel()
         self.scheduler.stop()
         self.ledger.close()
 
@@ -99,6 +128,12 @@ class Core:
         assert self.capabilities is not None, "requests are taken once the model is loaded"
         return self.capabilities
 
+    def alarm(self, call: Callable[[], object]) -> Alarm:
+        """An alarm that the engine's end silences."""
+        alarm = Alarm(self.loop, call)
+        self._alarms.append(alarm)
+        return alarm
+
     def in_io(self, function: Callable[[], T]) -> asyncio.Future[T]:
         """Run what may block on the store, beside the event loop and the computing."""
         return self.loop.run_in_executor(self._io, function)
@@ -111,8 +146,8 @@ class Core:
 
     def numbered(self, model: Model, seq_id: int | None) -> tuple[Ticket, bool]:
         """The ticket of an operation on a model, and whether it is new."""
-        key: Hashable = ("train", model.id, seq_id) if seq_id is not None else None
-        return self.ledger.ticket(key)
+        number: Hashable = seq_id if seq_id is not None else object()  # none is like no other
+        return self.ledger.ticket(("train", model.id, number))
 
     def queue(self, model: Model, ticket: Ticket, seq_id: int | None, job: Job) -> Ticket:
         """Queue a job in its model's lane; a number that is too late is the user's mistake."""
@@ -196,11 +231,11 @@ class Core:
         """Why a model of this kind cannot be had here, or None."""
         if not self._serves(base_model):
             return (
-                f"base_model: this engine does not serve {base_model!r}; ask for "
-                f"{self.base_model!r}, or start an engine with --base-model {base_model}"
+                f"base_model: this engine does not serve {base_model[:300]!r}; ask for "
+                f"{self.base_model!r}, or start an engine with --base-model {base_model[:300]}"
             )
         if optimizer is not None and optimizer.type != "adamw":
-            return f"optimizer_config.type: is {optimizer.type!r}; this engine has adamw"
+            return f"optimizer_config.type: is {optimizer.type[:80]!r}; this engine has adamw"
         return None
 
     def _serves(self, base_model: str) -> bool:

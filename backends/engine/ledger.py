@@ -5,6 +5,10 @@ restarted engine has none of the models that requests were numbered for, and the
 store are found by their manifests. A request is known by its key, so that one that is sent again
 gets the first one's ticket and is not done a second time.
 
+A session is alive while its client shows signs of life: any request for it or for what it owns, and
+every answer that comes. Sessions and models that have ended are remembered for a while, so that
+whoever still asks for them is told why.
+
     LookupError
     ├── Unknown      no session, model, sampler or request of that id is known here
     └── Gone         it was here, and has been let go
@@ -13,15 +17,17 @@ gets the first one's ticket and is not done a second time.
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any
+from time import monotonic
+from typing import Any, TypeVar
 
 from backends.engine.records import LoraConfig
+
+T = TypeVar("T")
 
 FETCHED_BYTES = 64 * 2**20
 """How much of the answers that were fetched is kept, in case one was lost on its way."""
@@ -29,6 +35,15 @@ WAITING_BYTES = 1024 * 2**20
 """How much of the answers that nobody fetched is kept."""
 MOST_ANSWERS = 8192
 """Most answers kept of either kind."""
+MOST_ENDED = 8192
+"""How many sessions, and how many models, are remembered once they have ended."""
+
+Key = tuple[Hashable, ...]
+"""A request's: what it does, the id of the session, model or sampler that it is for, its number."""
+
+
+def _now() -> datetime:
+    return datetime.now(UTC)
 
 
 class Unknown(LookupError):
@@ -52,8 +67,10 @@ class Ticket:
     """One request whose answer is fetched later. Times are `time.monotonic()`."""
 
     request_id: str
-    key: Hashable
+    key: Key | None
     created: float
+    session: Session | None = None
+    """Whose client waits for it."""
     answer: Answer | None = None
     fetched: float | None = None
     """When the answer was first given out."""
@@ -62,15 +79,23 @@ class Ticket:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client's session; it owns models and unnamed samplers."""
+    """One client's session; it owns models and unnamed samplers. Their ids stay when they go."""
 
     id: str
     user_metadata: dict[str, Any]
     last_seen: float
-    created: datetime = field(default_factory=lambda: datetime.now(UTC))
+    """The last sign of life, as `time.monotonic()`."""
+    display_name: str | None = None
+    created: datetime = field(default_factory=_now)
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-    finished: bool = False
+    unanswered: int = 0
+    """How many of its requests have no answer yet."""
+    ended: str | None = None
+    """How it ended, as in: session x …"""
+    reason: str | None = None
+    """Success, errored or interrupted, if its client ended it."""
+    detail: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -81,7 +106,12 @@ class Model:
     session_id: str
     lora: LoraConfig
     user_metadata: dict[str, Any] = field(default_factory=dict)
-    created: datetime = field(default_factory=lambda: datetime.now(UTC))
+    created: datetime = field(default_factory=_now)
+    last_request: datetime = field(default_factory=_now)
+    made: bool = False
+    """Whether it ever was there to be trained."""
+    ended: str | None = None
+    """Why it is no longer there, as in: model x …"""
     version: int = 0
     broken: str | None = None
     """Why its state can no longer be trusted."""
@@ -108,18 +138,21 @@ class Ledger:
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, Model] = {}
         self._samplers: dict[str, Sampler] = {}
-        self._unloaded: OrderedDict[str, str] = OrderedDict()
+        self._ended_sessions: OrderedDict[str, Session] = OrderedDict()
+        self._ended_models: OrderedDict[str, Model] = OrderedDict()
         self._tickets: dict[str, Ticket] = {}
-        self._by_key: dict[Hashable, Ticket] = {}
+        self._by_key: dict[Key, Ticket] = {}
         self._fetched = _Shelf(FETCHED_BYTES)
         self._waiting = _Shelf(WAITING_BYTES)
         self._closed = False
 
     # -- sessions, models, samplers --
 
-    def open_session(self, user_metadata: dict[str, Any] | None) -> Session:
+    def open_session(
+        self, user_metadata: dict[str, Any] | None, display_name: str | None = None
+    ) -> Session:
         """A new session. Ids are unique across engines, as they name folders in the store."""
-        session = Session(str(uuid.uuid4()), user_metadata or {}, time.monotonic())
+        session = Session(str(uuid.uuid4()), user_metadata or {}, monotonic(), display_name)
         self._sessions[session.id] = session
         return session
 
@@ -127,11 +160,36 @@ class Ledger:
         """The session, which is noted to be alive. Raises Unknown or Gone."""
         session = self._sessions.get(session_id)
         if session is None:
-            raise Unknown(_lost("session", session_id))
-        if session.finished:
-            raise Gone(f"session {session_id} has ended; open a new ServiceClient")
-        session.last_seen = time.monotonic()
+            ended = self._ended_sessions.get(session_id)
+            if ended is None:
+                raise Unknown(_lost("session", session_id))
+            remedy = "open a new ServiceClient and go on from a saved checkpoint"
+            raise Gone(f"session {session_id} {ended.ended}; {remedy}")
+        session.last_seen = monotonic()
         return session
+
+    def sessions(self) -> list[Session]:
+        """Those that have not ended."""
+        return list(self._sessions.values())
+
+    def find_session(self, session_id: str) -> Session | None:
+        """The session if it is there or remembered. To look is no sign of life."""
+        return self._sessions.get(session_id) or self._ended_sessions.get(session_id)
+
+    def every_session(self) -> list[Session]:
+        """Those that are there or remembered."""
+        return [*self._ended_sessions.values(), *self._sessions.values()]
+
+    def end_session(self, session: Session, why: str) -> list[Sampler]:
+        """End a session; returns its samplers, which are forgotten. Models are dropped one by one.
+
+        The session itself is remembered, so that a late heartbeat is told to stop.
+        """
+        session.ended = why
+        del self._sessions[session.id]
+        _remember(self._ended_sessions, session.id, session)
+        ended = [self._samplers.pop(sampler_id, None) for sampler_id in session.samplers]
+        return [sampler for sampler in ended if sampler is not None]
 
     def add_model(self, model: Model) -> None:
         """Make a model known, under its session."""
@@ -139,54 +197,67 @@ class Ledger:
         self._sessions[model.session_id].models.append(model.id)
 
     def model(self, model_id: str) -> Model:
-        """The model. Raises Unknown."""
+        """The model; its session is noted to be alive. Raises Unknown."""
         model = self._models.get(model_id)
         if model is None:
-            why = self._unloaded.get(model_id)
-            raise Unknown(f"model {model_id}: {why}" if why else _lost("model", model_id))
+            ended = self._ended_models.get(model_id)
+            raise Unknown(f"model {model_id}: {ended.ended}" if ended else _lost("model", model_id))
+        self._sessions[model.session_id].last_seen = monotonic()
+        model.last_request = _now()
         return model
 
+    def models_of(self, session: Session) -> list[Model]:
+        """The session's models that are there."""
+        return [self._models[model_id] for model_id in session.models if model_id in self._models]
+
+    def find_model(self, model_id: str) -> Model | None:
+        """The model if it is there or remembered. To look is no sign of life."""
+        return self._models.get(model_id) or self._ended_models.get(model_id)
+
+    def every_model(self) -> list[Model]:
+        """Those that are there or remembered."""
+        return [*self._ended_models.values(), *self._models.values()]
+
     def drop_model(self, model_id: str, why: str) -> None:
-        """Forget a model; `why` is what later requests for it are told."""
+        """Let go of a model; `why` is what later requests for it are told."""
         model = self._models.pop(model_id, None)
         if model is not None:
-            self._sessions[model.session_id].models.remove(model_id)
-            self._unloaded[model_id] = why
-            if len(self._unloaded) > MOST_ANSWERS:
-                self._unloaded.popitem(last=False)
+            model.ended = why
+            model.failed_passes.clear()
+            _remember(self._ended_models, model_id, model)
 
     def add_sampler(self, sampler: Sampler) -> None:
-        """Make a sampling session known, under its session."""
+        """Make a sampling session known, under its session; not if that has ended meanwhile."""
+        session = self._sessions.get(sampler.session_id)
+        if session is None:
+            return
         if sampler.id not in self._samplers:
-            self._sessions[sampler.session_id].samplers.append(sampler.id)
+            session.samplers.append(sampler.id)
         self._samplers[sampler.id] = sampler
 
     def sampler(self, sampler_id: str) -> Sampler:
-        """The sampling session. Raises Unknown."""
+        """The sampling session; its session is noted to be alive. Raises Unknown."""
         sampler = self._samplers.get(sampler_id)
         if sampler is None:
             raise Unknown(_lost("sampler", sampler_id))
+        self._sessions[sampler.session_id].last_seen = monotonic()
         return sampler
-
-    def finish(self, session: Session) -> list[Sampler]:
-        """End a session; returns its samplers, which are forgotten. Models are dropped one by one.
-
-        The session itself is remembered, so that a late heartbeat is told to stop.
-        """
-        session.finished = True
-        ended = [self._samplers.pop(sampler_id) for sampler_id in session.samplers]
-        session.samplers.clear()
-        return ended
 
     # -- requests --
 
-    def ticket(self, key: Hashable) -> tuple[Ticket, bool]:
-        """The ticket under this key, and whether it is new. None as key is always new."""
+    def ticket(self, key: Key | None) -> tuple[Ticket, bool]:
+        """The ticket under this key, and whether it is new. None as key is always new.
+
+        The session that the request belongs to is alive at least until the answer is there.
+        """
         known = self._by_key.get(key) if key is not None else None
         if known is not None:
             return known, False
         self._count += 1
-        ticket = Ticket(f"{self._instance}-{self._count}", key, time.monotonic())
+        ticket = Ticket(f"{self._instance}-{self._count}", key, monotonic())
+        ticket.session = self._session_of(key[1]) if key is not None else None
+        if ticket.session is not None:
+            ticket.session.unanswered += 1
         self._tickets[ticket.request_id] = ticket
         if key is not None:
             self._by_key[key] = ticket
@@ -198,6 +269,9 @@ class Ledger:
             return
         ticket.answer = answer
         ticket.settled.set()
+        if ticket.session is not None:
+            ticket.session.unanswered -= 1
+            ticket.session.last_seen = monotonic()
         self._shelve(self._waiting, ticket)
 
     async def answer(self, request_id: str, timeout_seconds: float) -> Answer | None:
@@ -208,6 +282,8 @@ class Ledger:
         ticket = self._tickets.get(request_id)
         if ticket is None:
             raise self._no_ticket(request_id)
+        if ticket.session is not None:
+            ticket.session.last_seen = monotonic()
         if ticket.answer is None and not self._closed:
             try:
                 async with asyncio.timeout(timeout_seconds):
@@ -215,7 +291,7 @@ class Ledger:
             except TimeoutError:
                 return None
         if ticket.answer is not None and ticket.fetched is None:
-            ticket.fetched = time.monotonic()
+            ticket.fetched = monotonic()
             self._waiting.take(ticket)
             self._shelve(self._fetched, ticket)
         return ticket.answer
@@ -236,6 +312,11 @@ class Ledger:
             del self._tickets[old.request_id]
             if old.key is not None:
                 del self._by_key[old.key]
+
+    def _session_of(self, owner: Hashable) -> Session | None:
+        """The session of this id, or that which owns the model or sampler of this id."""
+        owned = self._models.get(str(owner)) or self._samplers.get(str(owner))
+        return self._sessions.get(owned.session_id if owned is not None else str(owner))
 
     def _no_ticket(self, request_id: str) -> LookupError:
         instance, _, number = request_id.rpartition("-")
@@ -273,6 +354,12 @@ class _Shelf:
 
 def _size(ticket: Ticket) -> int:
     return len(ticket.answer.body) if ticket.answer is not None else 0
+
+
+def _remember(shelf: OrderedDict[str, T], name: str, ended: T) -> None:
+    shelf[name] = ended
+    if len(shelf) > MOST_ENDED:
+        shelf.popitem(last=False)
 
 
 def _lost(what: str, name: str) -> str:

@@ -1,7 +1,8 @@
 """The engine's process: check what can be checked, load, become ready, serve, stop.
 
     python -m backends.engine.server --base-model M --store DIR [--host H] [--port P]
-        [--api-key tml-…] [--device D] [--dtype T] [--threads N] [--announce] [--exit-with-parent]
+        [--api-key tml-…] [--session-timeout S] [--device D] [--dtype T] [--threads N] [--announce]
+        [--exit-with-parent]
 
 The key is better given as FLOWTUNE_ENGINE_API_KEY, as arguments show in the list of processes.
 With `--announce` exactly one line goes to stdout, when it is decided: `{"event": "ready", "url": …,
@@ -21,6 +22,7 @@ import errno
 import ipaddress
 import json
 import logging
+import math
 import os
 import signal
 import socket
@@ -31,6 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
+from backends.engine import SESSION_SECONDS
 from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -59,6 +62,7 @@ GIL_SECONDS: Final = 0.001
 class EngineOptions:
     """What an engine is started with. `port` 0 takes a free one; `api_key` None the environment's.
 
+    A session whose client shows no sign of life for `session_seconds` is ended, its models freed.
     `compute` are fields of `TorchConfig` (device, dtype, threads, …).
     """
 
@@ -69,6 +73,7 @@ class EngineOptions:
     api_key: str | None = field(default=None, repr=False)
     announce: bool = False
     exit_with_parent: bool = False
+    session_seconds: float = SESSION_SECONDS
     compute: dict[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +87,7 @@ def serve(options: EngineOptions) -> None:
     announce = _Announcer(options.announce)
     try:
         key = _api_key(options)
+        _check_session_seconds(options.session_seconds)
         _check_model(options.base_model)
         with _listen(options.host, options.port) as listener:
             from backends.engine.checkpoints import CheckpointStore
@@ -118,7 +124,8 @@ class _Process:
         from backends.engine.service import Engine
 
         sys.setswitchinterval(GIL_SECONDS)
-        engine = Engine(self._options.base_model, self._store)
+        seconds = self._options.session_seconds
+        engine = Engine(self._options.base_model, self._store, session_seconds=seconds)
         server = _server(engine, self._key)
         with self._told_to_stop():
             serving = asyncio.create_task(server.serve(sockets=[self._listener]))
@@ -188,6 +195,7 @@ def _server(engine: Engine, key: str) -> uvicorn.Server:
         create_app(engine, key),
         loop="asyncio",
         http="httptools",
+        ws="none",
         lifespan="off",
         access_log=False,
         log_config=None,
@@ -230,6 +238,12 @@ def _api_key(options: EngineOptions) -> str:
             f"set {API_KEY_ENV}=tml-… or give --api-key tml-…",
         )
     )
+
+
+def _check_session_seconds(seconds: float) -> None:
+    if not 0 < seconds < math.inf:
+        remedy = "give seconds, more than the 10 between two heartbeats"
+        raise UserError(Problem("session_timeout", f"is {seconds:g}", remedy))
 
 
 def _check_model(base_model: str) -> None:
@@ -329,6 +343,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default=LOOPBACK)
     parser.add_argument("--port", type=int, default=0, help="0: any free one")
     parser.add_argument("--api-key", help=f"tml-…; better given as {API_KEY_ENV}")
+    parser.add_argument(
+        "--session-timeout",
+        type=float,
+        default=SESSION_SECONDS,
+        dest="session_seconds",
+        help="seconds without a sign of life after which a client's models are unloaded",
+    )
     parser.add_argument("--device", choices=("auto", "cpu", "cuda", "mps"))
     parser.add_argument("--dtype", choices=("auto", "float32", "bfloat16"))
     parser.add_argument("--threads", type=int)

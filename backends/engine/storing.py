@@ -6,21 +6,31 @@ See `core` for what methods promise.
 from __future__ import annotations
 
 import asyncio
+import logging
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from backends.engine import wire
 from backends.engine.abstract import ModelNotFound
 from backends.engine.checkpoints import CheckpointUri, Manifest, checked_name
 from backends.engine.core import Core, always, check_sound, json_answer
-from backends.engine.ledger import Answer, Model, Ticket
-from backends.engine.models import Models
+from backends.engine.ledger import Answer, Model, Ticket, Unknown
+from backends.engine.models import Models, new_model_id
 from backends.engine.records import LoraConfig
 from backends.engine.scheduler import Job
 from backends.errors import Problem, UserError
+
+log = logging.getLogger("flowtune.engine")
+
+COPIES: Final = uuid.UUID("6e1f3a52-3c1b-4a57-9d0a-5f1d8c0e7b21")
+"""Where the ids of copies come from, so that a copy that is asked for again is the same one."""
+SWEEP_AGAIN_SECONDS: Final = 60.0
+"""When to try again after the store could not be reached."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +68,13 @@ class _Load:
 
 
 class Storing:
-    """Checkpoints of models."""
+    """Checkpoints of models: saved, loaded, copied, removed when their time is over."""
 
     def __init__(self, core: Core, models: Models) -> None:
         self._core = core
         self._models = models
         self._publishing: dict[str, asyncio.Future[Any]] = {}
+        self._alarm = core.alarm(self.sweep)
 
     # -- saving --
 
@@ -85,6 +96,29 @@ class Storing:
 
         save = Save(uri, write, about(body), overwrite=body.overwrite)
         return self.save(model, ticket, body.seq_id, save, "save_weights")
+
+    def save_weights_external(self, body: wire.SaveWeightsExternal) -> Ticket:
+        """Keep the adapter alone under a name, to be downloaded. Raises Unknown."""
+        core = self._core
+        model = core.ledger.model(body.model_id)
+        ticket, new = core.numbered(model, body.seq_id)
+        if not new:
+            return ticket
+        if body.age_encryption_recipients:
+            problem = "age_encryption_recipients: this engine does not encrypt; leave them out"
+            return core.refuse(ticket, problem, model, body.seq_id)
+        try:
+            uri = CheckpointUri(model.id, "external_weights", checked_name(body.path))
+        except UserError as error:
+            return core.refuse(ticket, str(error), model, body.seq_id)
+
+        def write(folder: Path) -> None:
+            sampler_id = f"{uri}@export"
+            core.backend.save_sampler_checkpoint(folder, model.id, sampler_id)
+            core.backend.delete_sampler(sampler_id)
+
+        save = Save(uri, write, {"ttl_seconds": body.ttl_seconds})
+        return self.save(model, ticket, body.seq_id, save, "save_weights_external")
 
     def save(
         self, model: Model, ticket: Ticket, seq_id: int | None, save: Save, kind: str
@@ -126,6 +160,8 @@ class Storing:
 
         def published(work: asyncio.Future[Manifest]) -> None:
             del self._publishing[str(save.uri)]
+            if work.exception() is None:
+                self._watch(work.result().expires)
             self._core.settle(ticket, work.exception() or work.result(), always(answer))
 
         work.add_done_callback(published)
@@ -152,6 +188,7 @@ class Storing:
             return ticket
         base_model = body.base_model or core.base_model
         mistake = core.check_base_model(base_model, body.optimizer_config)
+        mistake = mistake or self._models.check_new(session, body.model_seq_id)
         if mistake:
             return core.refuse(ticket, mistake)
         try:
@@ -201,14 +238,97 @@ class Storing:
         await self.published(uri)
         return await self._core.in_io(partial(self._core.store.manifest, uri))
 
+    async def existing(self, uri: CheckpointUri) -> Manifest:
+        """A checkpoint's manifest. Raises Unknown if there is none."""
+        await self.published(uri)
+        return _known(uri, await self._core.in_io(partial(self._core.store.find, uri)))
+
     async def manifests(self, model_id: str | None = None) -> list[Manifest]:
         """Every checkpoint, or every one of a model, oldest first."""
         return await self._core.in_io(partial(self._core.store.manifests, model_id))
 
+    # -- changing what there is --
+
     async def delete(self, uri: CheckpointUri) -> None:
-        """Remove a checkpoint. Raises UserError if there is none."""
-        await self.manifest(uri)
+        """Remove a checkpoint. Raises Unknown if there is none."""
+        await self.existing(uri)
         await self._core.in_io(partial(self._core.store.delete, uri))
+
+    async def set_public(self, uri: CheckpointUri, public: bool) -> None:
+        """Mark a checkpoint as public or not. Raises Unknown if there is none."""
+        await self._set_flags(uri, public=public)
+
+    async def set_ttl(self, uri: CheckpointUri, ttl_seconds: int | None) -> None:
+        """Have a checkpoint expire so long from now, or never. Raises Unknown if there is none."""
+        expires = None
+        if ttl_seconds is not None:
+            expires = datetime.now(UTC) + timedelta(seconds=ttl_seconds)
+        await self._set_flags(uri, expires=expires)
+        self._watch(expires)
+
+    async def _set_flags(self, uri: CheckpointUri, **changes: Any) -> None:
+        await self.published(uri)
+        change = partial(self._core.store.set_flags, uri, **changes)
+        _known(uri, await self._core.in_io(change))
+
+    async def copy(self, body: wire.CopyWeights, request: str) -> CheckpointUri:
+        """Copy a checkpoint to a new model id, which cannot be trained; the same one for the same
+        `request`. Raises UserError, Unknown or Gone.
+        """
+        source = CheckpointUri.parse(body.source_path)
+        target = CheckpointUri(self._new_home(body, request), source.kind, source.name)
+        await self.published(source)
+        await self.published(target)
+        copy = partial(self._core.store.copy, source, target, body.ttl_seconds)
+        work = self._publishing[str(target)] = self._core.in_io(copy)
+        work.add_done_callback(lambda _: self._publishing.pop(str(target), None))
+        await work
+        if body.ttl_seconds is not None:
+            self._watch(datetime.now(UTC) + timedelta(seconds=body.ttl_seconds))
+        return target
+
+    def _new_home(self, body: wire.CopyWeights, request: str) -> str:
+        if body.session_id is not None:
+            if body.model_seq_id is None:
+                raise UserError(Problem("model_seq_id", "is missing", "give it with session_id"))
+            session = self._core.ledger.session(body.session_id)
+            problem = self._models.check_new(session, body.model_seq_id)
+            if problem:
+                raise UserError(Problem("copy_weights", problem))
+            return new_model_id(session, body.model_seq_id)
+        if body.destination_project_id is None:
+            remedy = "give any name (this engine has one project), or session_id and model_seq_id"
+            raise UserError(Problem("destination_project_id", "is missing", remedy))
+        return f"copy-{uuid.uuid5(COPIES, f'{request} {body.source_path}')}"
+
+    # -- the end of their time --
+
+    def sweep(self) -> None:
+        """Begin to remove what has expired, beside the event loop; then wait for what comes."""
+        work = self._core.in_io(self._core.store.sweep)
+
+        def swept(work: asyncio.Future[datetime | None]) -> None:
+            if work.cancelled():
+                return
+            error = work.exception()
+            if error is None:
+                self._watch(work.result())
+            else:
+                log.error("expired checkpoints could not be removed", exc_info=error)
+                self._alarm.set(SWEEP_AGAIN_SECONDS)
+
+        work.add_done_callback(swept)
+
+    def _watch(self, expires: datetime | None) -> None:
+        """Sweep when this moment has come."""
+        if expires is not None:
+            self._alarm.set((expires - datetime.now(UTC)).total_seconds())
+
+
+def _known(uri: CheckpointUri, manifest: Manifest | None) -> Manifest:
+    if manifest is None:
+        raise Unknown(f"there is no checkpoint {uri}; it may have expired or been deleted")
+    return manifest
 
 
 def about(body: wire.SaveWeights | wire.SaveWeightsForSampler) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Final
 
 from backends.engine import wire
 from backends.engine.core import Core, Failed, json_answer, logged, nothing
@@ -11,6 +12,12 @@ from backends.engine.losses import check_request
 from backends.engine.records import OptimStepOutput, PassOutput, PassRequest, RequestError
 from backends.engine.scheduler import Job
 from backends.errors import Problem, UserError
+
+BLIND: Final = Problem(
+    "optim_step",
+    "a forward_backward before it failed; the step was not taken",
+    "the gradients of the whole batch are dropped: send all of its passes again, and then a step",
+)
 
 
 class Training:
@@ -66,7 +73,9 @@ class Training:
         adam = body.adam_params.record()
 
         def run() -> OptimStepOutput:
-            _check_not_blind(model, ticket)
+            if _blind(model, ticket):
+                core.backend.clear_gradients(model.id)
+                raise UserError(BLIND)
             output = core.backend.optim_step(model.id, model.version, adam)
             model.version = output.version
             return output
@@ -74,8 +83,8 @@ class Training:
         return core.change(model, ticket, body.seq_id, run, _step_answer)
 
 
-def _check_not_blind(model: Model, ticket: Ticket) -> None:
-    """Refuse a step that was sent before its client could know that a pass had failed.
+def _blind(model: Model, ticket: Ticket) -> bool:
+    """Whether a step was sent before its client could know that a pass before it had failed.
 
     A pipelined step would otherwise move the weights by part of a batch, or by none of it.
     """
@@ -83,15 +92,7 @@ def _check_not_blind(model: Model, ticket: Ticket) -> None:
         failed.fetched is None or failed.fetched > ticket.created for failed in model.failed_passes
     )
     model.failed_passes.clear()
-    if blind:
-        raise UserError(
-            Problem(
-                "optim_step",
-                "a forward_backward before it failed; the step was not taken",
-                "gradients of the passes that went well are still there: send the failed one "
-                "again and step, or go back to a checkpoint",
-            )
-        )
+    return blind
 
 
 def _pass_answer(output: PassOutput) -> Answer:

@@ -6,16 +6,18 @@ without a Python list in between. Nothing here knows of HTTP, models or the orde
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Annotated, Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
 from tinker.proto import tinker_public_pb2 as pb
 
@@ -32,8 +34,11 @@ from backends.engine.records import (
 
 PROTOBUF: Final = "application/x-protobuf"
 """The media type of results that are not JSON."""
-MAX_BODY_BYTES: Final = 256 * 2**20
-"""The largest body that is read, and the most that a compressed one may unfold to."""
+MAX_BODY_BYTES: Final = 64 * 2**20
+"""The largest body that is read, and the most that a compressed one may unfold to. Clients send at
+most `fwdbwd_max_chunk_bytes_count`; protobuf's objects may take 30 times a body's room."""
+MAX_DATA: Final = 2**16
+"""Most datums of one request."""
 MAX_CELLS: Final = 2**27
 """Most tensor elements of one request, once sparse ones are dense."""
 MAX_SAMPLES: Final = 4096
@@ -56,16 +61,28 @@ class BadBody(ValueError):
 
 # -- JSON requests -----------------------------------------------------------------------------
 
-SeqId = Annotated[StrictInt, Field(ge=0, lt=2**62)]
-TtlSeconds = Annotated[StrictInt, Field(ge=3600, le=10 * 366 * 86400)]
-Number = Annotated[float, Field(allow_inf_nan=False)]
-Tags = dict[str, Any]
+MAX_SEQ_ID: Final = 2**62
+
+
+def _as_text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+SeqId = Annotated[int, Field(ge=0, lt=MAX_SEQ_ID)]
+TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
+Tags = dict[str, Annotated[str, BeforeValidator(_as_text, json_schema_input_type=Any)]]
+"""What a user notes. The protocol tells it as texts, so anything else is kept as its JSON."""
 
 
 class Body(BaseModel):
-    """Base of every JSON request. Fields that a newer SDK adds are passed over."""
+    """Base of every JSON request: nothing is converted, no number is infinite or NaN.
 
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    Fields that a newer SDK adds are passed over.
+    """
+
+    model_config = ConfigDict(
+        extra="ignore", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class CreateSession(Body):
@@ -97,8 +114,8 @@ class Numbered(OfModel):
 class LoraBody(Body):
     """The adapter that is asked for."""
 
-    rank: StrictInt
-    seed: StrictInt | None = None
+    rank: int
+    seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -166,12 +183,12 @@ class SaveWeightsForSampler(Numbered):
 class AdamBody(Body):
     """One step's settings; see `records.AdamParams`."""
 
-    learning_rate: Number = 1e-4
-    beta1: Annotated[Number, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[Number, Field(ge=0, lt=1)] = 0.95
-    eps: Annotated[Number, Field(ge=0)] = 1e-12
-    weight_decay: Annotated[Number, Field(ge=0)] = 0.0
-    grad_clip_norm: Annotated[Number, Field(ge=0)] = 0.0
+    learning_rate: float = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(ge=0)] = 1e-12
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    grad_clip_norm: Annotated[float, Field(ge=0)] = 0.0
 
     def record(self) -> AdamParams:
         """As the backend takes it."""
@@ -209,7 +226,7 @@ class ChunkBody(Body):
     """A piece of a prompt; text only."""
 
     type: str = "encoded_text"
-    tokens: list[StrictInt] = []
+    tokens: list[int] = []
 
 
 class PromptBody(Body):
@@ -221,7 +238,7 @@ class PromptBody(Body):
         """All tokens, [P]. Raises BadBody for anything but text."""
         for index, chunk in enumerate(self.chunks):
             if chunk.type != "encoded_text":
-                raise BadBody(f"prompt.chunks[{index}]: {_only_text(chunk.type)}")
+                raise BadBody(f"prompt.chunks[{index}]: {_only_text(chunk.type[:80])}")
         try:
             parts = [np.array(chunk.tokens, np.int64) for chunk in self.chunks]
         except OverflowError:
@@ -232,11 +249,11 @@ class PromptBody(Body):
 class SamplingParamsBody(Body):
     """How to draw; ranges are the backend's to check."""
 
-    max_tokens: StrictInt | None = None
-    seed: StrictInt | None = None
-    stop: StrictStr | list[StrictStr | StrictInt] | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: str | list[str | int] | None = None
     temperature: float = 1.0
-    top_k: StrictInt = -1
+    top_k: int = -1
     top_p: float = 1.0
 
     def record(self, most_tokens: int) -> SamplingParams:
@@ -260,12 +277,12 @@ class Sample(Body):
 
     sampling_session_id: str | None = None
     seq_id: SeqId | None = None
-    num_samples: Annotated[StrictInt, Field(ge=1, le=MAX_SAMPLES)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     prompt: PromptBody
     sampling_params: SamplingParamsBody
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Annotated[StrictInt, Field(ge=0)] = 0
-    prompt_logprobs_last_n: Annotated[StrictInt, Field(ge=1)] | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int = 0
@@ -287,6 +304,83 @@ class Sample(Body):
         )
 
 
+class OpenSession(CreateSession):
+    """Opens a session under a name that people find it by."""
+
+    display_name: str | None = None
+
+
+class FinishReason(Body):
+    """How a client's work went."""
+
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSession(Body):
+    """Ends a session."""
+
+    reason: FinishReason
+    detail: str | None = None
+
+
+class SaveWeightsExternal(Numbered):
+    """Keeps an adapter under a name, to be downloaded."""
+
+    path: str
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
+class CopyWeights(Body):
+    """Copies a checkpoint: to a number of a session, or to wherever the server likes."""
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: SeqId | None = None
+    destination_project_id: str | None = None
+    ttl_seconds: TtlSeconds | None = None
+
+
+class SetTtl(Body):
+    """When a checkpoint expires, from now on; None: never."""
+
+    ttl_seconds: TtlSeconds | None
+
+
+class SearchOwner(Body):
+    """Whose sessions are searched. All that this server has are its owner's."""
+
+    type: Literal["own", "accessible", "user"] = "own"
+    owner_urns: list[str] = []
+
+
+class SearchStatus(Body):
+    """One of the states that sessions are searched for."""
+
+    type: Literal["active", "cancelled", "failed", "client_finished"]
+    reasons: list[str] | None = None
+
+
+class SearchCursor(Body):
+    """The last session of the page before."""
+
+    last_created_at: AwareDatetime
+    last_session_id: str
+
+
+class SearchSessions(Body):
+    """Asks for a page of sessions, the newest first."""
+
+    session_id: str | None = None
+    project_ids: list[str] | None = None
+    user_metadata: dict[str, str] = {}
+    display_name: Annotated[str, Field(min_length=1)] | None = None
+    owner: SearchOwner = SearchOwner()
+    statuses: list[SearchStatus] | None = None
+    limit: Annotated[int, Field(ge=1, le=200)] = 50
+    cursor: SearchCursor | None = None
+
+
 def read_json(kind: type[B], body: bytes) -> B:
     """The request in a JSON body. Raises BadBody that says which fields are wrong, and how."""
     try:
@@ -305,17 +399,17 @@ def _ids(body: bytes) -> tuple[str | None, int | None]:
     if not isinstance(document, dict):
         return None, None
     model_id, seq_id = document.get("model_id"), document.get("seq_id")
-    numbered = type(seq_id) is int and 0 <= seq_id < 2**62
+    numbered = type(seq_id) is int and 0 <= seq_id < MAX_SEQ_ID
     return model_id if isinstance(model_id, str) else None, seq_id if numbered else None
 
 
 def _explain(error: ValidationError) -> str:
     problems = []
     for problem in error.errors(include_url=False, include_context=False)[:5]:
-        where = ".".join(str(part) for part in problem["loc"]) or "body"
+        where = ".".join(str(part)[:80] for part in problem["loc"]) or "body"
         given = problem.get("input")
-        shown = f" (is {given!r})" if isinstance(given, str | int | float | None) else ""
-        problems.append(f"{where}: {problem['msg']}{shown[:80]}")
+        shown = f" (is {repr(given)[:80]})" if isinstance(given, str | int | float | None) else ""
+        problems.append(f"{where}: {problem['msg']}{shown}")
     return "; ".join(problems)
 
 
@@ -337,10 +431,11 @@ class PassBody:
 
 def read_pass(body: bytes, encoding: str) -> PassBody:
     """The request in a protobuf body, plain or zstd. Raises BadBody if it is neither."""
+    encoding = encoding.strip().lower()
     if encoding == "zstd":
         body = _unfold(body)
     elif encoding not in ("", "identity"):
-        raise BadBody(f"Content-Encoding: {encoding} is not known; send zstd or none")
+        raise BadBody(f"Content-Encoding: {encoding[:80]} is not known; send zstd or none")
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -348,13 +443,16 @@ def read_pass(body: bytes, encoding: str) -> PassBody:
         raise BadBody(f"body: is no ForwardBackwardRequest protobuf ({error})") from None
     problem: str | None = None
     data: tuple[Datum, ...] = ()
+    numbered = message.seq_id >= 0
     try:
+        if not numbered:
+            raise BadBody(f"seq_id: is {message.seq_id}; a model's first operation is number 1")
         data = _read_data(message.data)
     except BadBody as error:
         problem = str(error)
     return PassBody(
         model_id=message.model_id,
-        seq_id=message.seq_id or None,
+        seq_id=(message.seq_id or None) if numbered else None,
         loss_fn=message.loss_fn,
         loss_config=_read_config(message),
         forward_only=message.forward_only,
@@ -364,14 +462,25 @@ def read_pass(body: bytes, encoding: str) -> PassBody:
 
 
 def _unfold(body: bytes) -> bytes:
+    """The one zstd frame that is the body, whole: a part might pass for a smaller batch.
+
+    It is unfolded bit by bit, as a kilobyte may hold 32 MB of the same.
+    """
+    frame = zstandard.ZstdDecompressor().decompressobj()
+    parts, size, read = [], 0, 0
     try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain = reader.read(MAX_BODY_BYTES + 1)
+        while read < len(body) and not frame.eof:
+            parts.append(frame.decompress(body[read : read + 1024]))
+            read += 1024
+            size += len(parts[-1])
+            if size > MAX_BODY_BYTES:
+                problem = f"body: unfolds to over {MAX_BODY_BYTES} bytes; send smaller batches"
+                raise BadBody(problem)
     except zstandard.ZstdError as error:
         raise BadBody(f"body: is not zstd ({error})") from None
-    if len(plain) > MAX_BODY_BYTES:
-        raise BadBody(f"body: unfolds to more than {MAX_BODY_BYTES} bytes; send smaller batches")
-    return bytes(plain)
+    if not frame.eof or frame.unused_data or read < len(body):
+        raise BadBody("body: is not one whole zstd frame; was it cut, or two joined?")
+    return b"".join(parts)
 
 
 def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
@@ -386,15 +495,15 @@ def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 def _read_data(messages: Iterable[pb.Datum]) -> tuple[Datum, ...]:
     data = []
-    cells = 0
+    room = MAX_CELLS
     for index, message in enumerate(messages):
         where = f"data[{index}]"
+        if index == MAX_DATA:
+            raise BadBody(f"{where}: a batch has at most {MAX_DATA} datums; send smaller batches")
         inputs: dict[str, Array] = {}
         for name, tensor in message.loss_fn_inputs.items():
-            inputs[name] = _read_tensor(tensor, f"{where}.loss_fn_inputs.{name}")
-            cells += inputs[name].size
-        if cells > MAX_CELLS:
-            raise BadBody(f"{where}: the batch has over {MAX_CELLS} numbers; send smaller batches")
+            inputs[name] = _read_tensor(tensor, f"{where}.loss_fn_inputs.{name[:80]}", room)
+            room -= inputs[name].size
         data.append(Datum(_read_tokens(message.model_input, f"{where}.model_input"), inputs))
     return tuple(data)
 
@@ -418,47 +527,45 @@ _DTYPES: Final[Mapping[int, np.dtype[Any]]] = {
 }
 
 
-def _read_tensor(message: pb.Tensor, where: str) -> Array:
+def _read_tensor(message: pb.Tensor, where: str, room: int) -> Array:
+    """A tensor of at most `room` cells, dense; nothing larger is ever laid out."""
     dtype = _DTYPES.get(message.dtype)
     if dtype is None:
         raise BadBody(f"{where}: dtype {message.dtype} is not known; send float32 or int64")
     sparse = message.HasField("sparse_csr")
-    raw = message.sparse_csr.values if sparse else message.dense
-    values = _numbers(raw, dtype, where)
+    values = _numbers(message.sparse_csr.values if sparse else message.dense, dtype, where)
     if message.dtype == pb.DTYPE_BFLOAT16:
         values = (values.astype(np.uint32) << 16).view(np.float32)
     elif message.dtype == pb.DTYPE_INT32:
         values = values.astype(np.int64)
-    shape = tuple(message.shape)
+    shape = tuple(message.shape) or (() if sparse else values.shape)
+    if not 1 + sparse <= len(shape) <= 2 or min(shape) < 0:
+        dims = "[N, K]" if sparse else "[N] or [N, K]"
+        raise BadBody(f"{where}: has the shape {list(shape[:8])}; send {dims}")
+    if max(shape) > room or math.prod(shape) > room:
+        raise BadBody(f"{where}: the batch has over {MAX_CELLS} numbers; send smaller batches")
     if sparse:
-        return _densify(values, message.sparse_csr, shape, where)
-    shape = shape or values.shape
-    if min(shape) < 0 or int(np.prod(shape, dtype=object)) != values.size:
+        return _densify(values, message.sparse_csr, (shape[0], shape[1]), where)
+    if math.prod(shape) != values.size:
         raise BadBody(f"{where}: holds {values.size} values, which is not its shape {list(shape)}")
     return values.reshape(shape)
 
 
-def _densify(values: Array, csr: pb.SparseCsr, shape: tuple[int, ...], where: str) -> Array:
+def _densify(values: Array, csr: pb.SparseCsr, shape: tuple[int, int], where: str) -> Array:
     """A CSR matrix with its empty cells 0, as the SDK's own `to_dense` gives it."""
-    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_CELLS:
-        raise BadBody(
-            f"{where}: a sparse tensor has two dimensions and at most {MAX_CELLS} cells, "
-            f"not the shape {list(shape)}"
-        )
     ends = _numbers(csr.crow_indices, np.dtype(np.int64), f"{where}.crow_indices")
     columns = _numbers(csr.col_indices, np.dtype(np.int64), f"{where}.col_indices")
-    counts = np.diff(ends)
     sound = (
         ends.size == shape[0] + 1
         and ends[0] == 0
         and ends[-1] == columns.size == values.size
-        and bool((counts >= 0).all())
+        and bool((ends[1:] >= ends[:-1]).all())
         and (columns.size == 0 or (int(columns.min()) >= 0 and int(columns.max()) < shape[1]))
     )
     if not sound:
         raise BadBody(f"{where}: its CSR indices do not describe a matrix of shape {list(shape)}")
     dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    dense[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
     return dense
 
 

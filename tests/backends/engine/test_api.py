@@ -11,6 +11,7 @@ import json
 import tarfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_proto_response
 
-from backends.engine import api, sampling
+from backends.engine import api, checkpoints, sampling
 from backends.engine.api import create_app
-from backends.engine.checkpoints import CheckpointStore
+from backends.engine.checkpoints import CheckpointStore, CheckpointUri
 from backends.engine.service import Engine
 
 KEY = "tml-right"
@@ -94,8 +95,11 @@ class Client:
         return float(result.loss_fn_outputs[0]["logprobs"].data[0])
 
 
-async def start(folder: Path, backend: ScriptedBackend, key: str = KEY) -> Client:
-    engine = Engine("none", CheckpointStore(str(folder)))
+async def start(
+    store: Path | str, backend: ScriptedBackend, key: str = KEY, **options: Any
+) -> Client:
+    """An engine in this process, and a client of it."""
+    engine = Engine("none", CheckpointStore(str(store)), **options)
     await engine.load(lambda: backend)
     transport = httpx.ASGITransport(create_app(engine, KEY))
     http = httpx.AsyncClient(
@@ -235,7 +239,10 @@ async def test_a_bad_body_uses_up_its_number(client: Client) -> None:
         await client.post(
             "load_weights", {"model_id": model, "seq_id": 5, "path": "tinker://m/weights/none"}
         ),
-        await client.post("save_weights_external", {"model_id": model, "seq_id": 6, "path": "x"}),
+        await client.post(
+            "save_weights_external",
+            {"model_id": model, "seq_id": 6, "path": "x", "age_encryption_recipients": ["age1"]},
+        ),
         await client.post("optim_step", {"model_id": model, "seq_id": 7, "optimizer_params": {}}),
     ]
     said = [
@@ -244,7 +251,7 @@ async def test_a_bad_body_uses_up_its_number(client: Client) -> None:
         "adam_params.beta1: .*less than 1",
         "path: '../x' holds '/'",
         "path: there is no checkpoint tinker://m/weights/none",
-        "save_weights_external: .*use save_weights_for_sampler",
+        "age_encryption_recipients: this engine does not encrypt",
         "optim_params: this engine has AdamW only",
     ]
     for ticket, pattern in zip(bad, said, strict=True):
@@ -314,10 +321,12 @@ async def test_a_step_that_was_sent_before_a_failure_was_known_is_refused(client
     assert refused["category"] == "user"
     assert "a forward_backward before it failed; the step was not taken" in refused["error"]
     assert (await client.result(saved)).loss_fn_outputs[0]["logprobs"].data == [0, 0]
+    assert "the gradients of the whole batch are dropped" in refused["error"]
     await client.result(good)
     await client.result(await client.train(model, 5, 2))
     assert (await client.result(await client.step(model, 6)))["metrics"]
-    assert client.backend.calls[-1] == "step 7"
+    calls = ["create 4", "train 5", "train 13", "clear", "forward 1", "train 2", "step 2"]
+    assert client.backend.calls == calls
 
 
 async def test_a_step_after_a_failure_that_was_known_is_taken(client: Client) -> None:
@@ -567,7 +576,7 @@ async def test_listing_fetching_and_deleting_checkpoints(client: Client) -> None
         ("sampler_weights/n2", "sampler"),
     ]
     everything = await client.http.get("checkpoints?limit=1&offset=1")
-    assert [c["checkpoint_id"] for c in everything.json()["checkpoints"]] == ["sampler_weights/n2"]
+    assert [c["checkpoint_id"] for c in everything.json()["checkpoints"]] == ["weights/n1"]
     assert everything.json()["cursor"] == {"offset": 1, "limit": 1, "total_count": 2}
     archive = await client.http.get(f"{run}/weights/n1/archive")
     with tarfile.open(fileobj=io.BytesIO(archive.content)) as tar:
@@ -575,8 +584,41 @@ async def test_listing_fetching_and_deleting_checkpoints(client: Client) -> None
     info = await client.post("weights_info", {"tinker_path": f"tinker://{model}/weights/n1"})
     assert types.WeightsInfoResponse.model_validate(info).lora_rank == 4
     assert (await client.http.delete(f"{run}/weights/n1")).status_code == 204
-    assert (await client.http.delete(f"{run}/weights/n1")).status_code == 400
+    assert (await client.http.delete(f"{run}/weights/n1")).status_code == 404
     assert (await client.http.get("checkpoints?limit=x")).status_code == 400
+
+
+@pytest.mark.parametrize("where", ["folder", "memory://sweep"])
+async def test_what_has_expired_goes_by_itself(
+    tmp_path: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start what expired meanwhile; then whatever expires next, set so or saved so."""
+    place = str(tmp_path) if where == "folder" else f"{where}-{tmp_path.name}"
+    first = await start(place, ScriptedBackend())
+    model = await first.model()
+    for seq, name in enumerate(("over", "soon", "kept"), 1):
+        body = {"model_id": model, "seq_id": seq, "path": name}
+        await first.result(await first.post("save_weights", body))
+    store, now = first.engine.store, datetime.now(UTC)
+    first.engine.stop()
+    for name, seconds in (("over", 0), ("soon", 0.4)):
+        expires = now + timedelta(seconds=seconds)
+        store.set_flags(CheckpointUri(model, "weights", name), expires=expires)
+    second = await start(place, ScriptedBackend())
+    other = await second.model()
+    monkeypatch.setattr(checkpoints, "timedelta", lambda seconds: timedelta(seconds=seconds / 9000))
+    save = {"model_id": other, "seq_id": 1, "path": "new", "ttl_seconds": 3600}
+    path = (await second.result(await second.post("save_weights", save)))["path"]
+    async with asyncio.timeout(10):
+        while len(store._store.keys()) > 2:
+            await asyncio.sleep(0.02)
+    assert [manifest.name for manifest in store.manifests()] == ["kept"]
+    load = {"model_id": other, "seq_id": 2, "path": path}
+    failed = await second.result(await second.post("load_weights", load))
+    assert failed["category"] == "user"
+    assert "there is no checkpoint" in failed["error"]
+    assert "it may have expired" in failed["error"]
+    second.engine.stop()
 
 
 # -- ends --------------------------------------------------------------------------------------
@@ -596,7 +638,7 @@ async def test_a_session_that_ends_frees_what_it_made(client: Client) -> None:
     await client.result(running)
     checks: list[tuple[Callable[..., Awaitable[httpx.Response]], str, Any, int]] = [
         (client.http.post, "session_heartbeat", {"session_id": session}, 410),
-        (client.http.post, f"sessions/{session}/finish", finish, 410),
+        (client.http.post, f"sessions/{session}/finish", finish, 204),
         (client.http.post, "get_info", {"model_id": model}, 404),
         (client.http.post, "asample", sample_body(sampler), 404),
     ]
@@ -615,7 +657,7 @@ async def test_unloading_comes_after_what_was_queued(client: Client) -> None:
     assert (await client.result(stepped[1]))["metrics"]
     assert client.backend.calls == ["create 4", "train 5", "step 5", "delete"]
     answer = await client.http.post("get_info", json={"model_id": model})
-    assert answer.json()["detail"] == f"model {model}: was unloaded"
+    assert f"model {model}: was unloaded; go on from a saved" in answer.json()["detail"]
 
 
 async def test_checkpoints_outlive_the_engine(client: Client, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -133,6 +134,108 @@ def test_its_time_ends(store: CheckpointStore) -> None:
     save(store)
 
 
+def test_flags_beside_a_manifest_that_stays_as_it_is(store: CheckpointStore) -> None:
+    save(store)
+    key = f"{URI.prefix}/manifest.json"
+    document = store._store.read(key)
+    assert store.set_flags(CheckpointUri("nobody", "weights", "x"), public=True) is None
+    expires = datetime.now(UTC) + timedelta(hours=1)
+    for changes, expected in (
+        ({"public": True}, (True, None)),
+        ({"expires": expires}, (True, expires)),
+        ({"public": False}, (False, expires)),
+        ({"expires": None}, (False, None)),
+        ({"public": True}, (True, None)),
+    ):
+        changed = store.set_flags(URI, **changes)
+        found = store.find(URI)
+        assert found == changed == store.manifests()[0] == store.fetch(URI)[1]
+        assert found is not None
+        assert (found.public, found.expires) == expected
+    assert store._store.read(key) == document
+    folder = store.begin(URI, overwrite=True)
+    assert not store._store.exists(f"{URI.prefix}/flags.json")
+    write_files(folder)
+    store.publish(URI, folder)
+    assert not store.manifest(URI).public
+
+
+def test_flags_of_an_earlier_checkpoint_do_not_count(store: CheckpointStore) -> None:
+    """As when somebody sets them while another overwrites the checkpoint."""
+    save(store)
+    store.set_flags(URI, public=True)
+    flags = store._store.read(f"{URI.prefix}/flags.json")
+    folder = store.begin(URI, overwrite=True)
+    write_files(folder)
+    store.publish(URI, folder)
+    store._store.write(f"{URI.prefix}/flags.json", flags)
+    assert not store.manifest(URI).public
+
+
+def test_a_sweep_removes_what_has_expired(store: CheckpointStore) -> None:
+    assert store.sweep() is None
+    names = ("never", "soon", "later", "flagged", "over")
+    uris = {name: CheckpointUri("m", "weights", name) for name in names}
+    for name, seconds in (("never", None), ("soon", 60), ("later", 3600), ("flagged", None)):
+        folder = store.begin(uris[name])
+        write_files(folder)
+        store.publish(uris[name], folder, ttl_seconds=seconds)
+    folder = store.begin(uris["over"])
+    write_files(folder)
+    store.publish(uris["over"], folder, ttl_seconds=0)
+    store.set_flags(uris["flagged"], expires=datetime.now(UTC))
+    for name in ("over", "flagged"):
+        assert store.find(uris[name]) is None
+        assert store._store.keys(uris[name].prefix)
+        with pytest.raises(UserError, match="it may have expired"):
+            store.fetch(uris[name])
+    assert store.sweep() == store.manifest(uris["soon"]).expires
+    for name in ("over", "flagged"):
+        assert store._store.keys(uris[name].prefix) == []
+        assert not store._local(uris[name]).exists()
+    assert [manifest.name for manifest in store.manifests()] == ["never", "soon", "later"]
+
+
+def test_a_copy_is_one_of_its_own(store: CheckpointStore) -> None:
+    folder = store.begin(URI)
+    write_files(folder)
+    source = store.publish(URI, folder, ttl_seconds=60, user_metadata={"a": "b"}, train_mlp=False)
+    store.set_flags(URI, public=True)
+    target = CheckpointUri("copy", "weights", "step-1")
+    for _ in range(2):
+        store.copy(URI, target, 3600)
+    store.delete(URI)
+    fetched, manifest = store.fetch(target)
+    assert (fetched / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert (manifest.uri, manifest.copied_from) == (target, str(URI))
+    assert (manifest.files, manifest.lora_rank) == (source.files, source.lora_rank)
+    assert (manifest.public, manifest.train_mlp) == (False, False)
+    assert manifest.user_metadata == {"a": "b"}
+    assert manifest.expires is not None
+    assert manifest.expires > datetime.now(UTC) + timedelta(minutes=59)
+    with pytest.raises(UserError, match="there is no checkpoint"):
+        store.copy(URI, CheckpointUri("another", "weights", "x"), None)
+    save(store)
+    with pytest.raises(UserError, match="already"):
+        store.copy(target, URI, None)
+
+
+def test_in_s3_too(s3_uri: str, tmp_path: Path) -> None:
+    store = CheckpointStore(s3_uri)
+    with closing(store):
+        save(store)
+        target = CheckpointUri("copy", "weights", "step-1")
+        store.copy(URI, target, 3600)
+        store.set_flags(URI, public=True)
+        assert store.manifest(URI).public
+        store.set_flags(URI, expires=datetime.now(UTC))
+        assert store.sweep() == store.manifest(target).expires
+        assert store._store.keys(URI.prefix) == []
+        store.set_flags(target, expires=datetime.now(UTC))
+        assert store.sweep() is None
+        assert store._store.keys() == []
+
+
 @pytest.mark.parametrize("name", ["a", "step-000200", "ünïcode", "a b", "x" * 255, "..."])
 def test_good_names(name: str) -> None:
     assert CheckpointUri.parse(f"tinker://m/weights/{checked_name(name)}").name == name
@@ -187,6 +290,23 @@ def test_publishing_by_hand(tmp_path: Path) -> None:
     assert CheckpointStore(str(tmp_path)).find(CheckpointUri("imported", "weights", "x"))
     with pytest.raises(UserError, match="already"):
         publish(folder)
+
+
+def test_one_that_is_damaged_does_not_hide_the_others(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(store)
+    document = store._store.read(f"{URI.prefix}/manifest.json")
+    store._store.write("m/weights/bad/manifest.json", b"{}")
+    store._store.write("m/weights/moved/manifest.json", document)
+    assert [manifest.uri for manifest in store.manifests()] == [URI]
+    assert "bad/manifest.json: is no manifest of a checkpoint" in caplog.text
+    assert f"moved/manifest.json: is that of {URI}" in caplog.text
+    with pytest.raises(UserError, match="is that of"):
+        store.find(CheckpointUri("m", "weights", "moved"))
+    store._store.write(f"{URI.prefix}/flags.json", b"{}")
+    with pytest.raises(UserError, match=r"flags\.json: is no flags of a checkpoint"):
+        store.find(URI)
 
 
 def test_a_manifest_that_is_none_is_named(tmp_path: Path) -> None:

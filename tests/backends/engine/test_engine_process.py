@@ -108,6 +108,12 @@ def test_a_key_that_will_not_do(
         serve(options(base, tmp_path, api_key="secret"))
 
 
+def test_a_session_timeout_that_will_not_do(base: Path, tmp_path: Path) -> None:
+    for seconds in (0, -1, float("inf"), float("nan")):
+        with pytest.raises(UserError, match="session_timeout: is"):
+            serve(options(base, tmp_path / "s", session_seconds=seconds))
+
+
 def test_what_does_not_load(base: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken"
     broken.mkdir()
