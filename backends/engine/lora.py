@@ -40,6 +40,9 @@ ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER_STATE = "optimizer.safetensors"
 MODEL_STATE = "state.json"
 
+_LEAST_EPS = torch.finfo(torch.float32).tiny
+"""Stands for 0: lost in any root of a second moment, but 0 / 0 stays 0 where no gradient is, as in
+A at the first step."""
 _ALIGNMENT = 64
 """Buffers of matrices start at multiples of this many floats, for vector loads."""
 _PEFT_KEY = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<matrix>[AB])\.weight")
@@ -256,7 +259,7 @@ class TrainState:
         move on with them and with the weight decay. Gradients whose norm is not finite are
         dropped with a UserError, and nothing moves.
         """
-        norm = float(torch.linalg.vector_norm(self.gradients))
+        norm = self._gradient_norm()
         if norm != norm or norm == float("inf"):
             self.gradients.zero_()
             raise UserError(
@@ -274,13 +277,18 @@ class TrainState:
         self._optimizer.param_groups[0].update(
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
+            eps=max(adam.eps, _LEAST_EPS),
             weight_decay=adam.weight_decay,
         )
         self._optimizer.step()
         self.gradients.zero_()
         self.version += 1
         return norm, factor
+
+    def _gradient_norm(self) -> float:
+        """Of all matrices together; one float32 sum over 10 million squares is off by 4e-4."""
+        rows = torch.linalg.vector_norm(self.gradients.view(-1, _ALIGNMENT), dim=1)
+        return float(torch.linalg.vector_norm(rows.cpu(), dtype=torch.float64))
 
     def moments(self) -> dict[str, Tensor]:
         """exp_avg, exp_avg_sq and step of every matrix, as `<PEFT name>.<moment>`."""

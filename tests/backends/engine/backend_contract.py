@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from backends.engine.abstract import AbstractBackend, ModelNotFound, StaleVersion
+from backends.engine.losses import LOSSES
 from backends.engine.records import (
     AdamParams,
     Datum,
@@ -217,8 +218,19 @@ def ask(
 
 
 def all_same(left: Sequence[SampledSequence], right: Sequence[SampledSequence]) -> bool:
-    """The same tokens in every sequence."""
-    return [s.tokens.tolist() for s in left] == [s.tokens.tolist() for s in right]
+    """The same tokens and the same bits of their logprobs in every sequence."""
+    return [(s.tokens.tolist(), s.logprobs.tobytes()) for s in left] == [
+        (s.tokens.tolist(), s.logprobs.tobytes()) for s in right
+    ]
+
+
+def assert_same_outputs(left: PassOutput | RequestError, right: PassOutput | RequestError) -> None:
+    """Two passes that went well, with the same bits."""
+    assert isinstance(left, PassOutput), left
+    assert isinstance(right, PassOutput), right
+    assert left.metrics == right.metrics
+    for ours, theirs in zip(left.outputs, right.outputs, strict=True):
+        assert ours["logprobs"].tobytes() == theirs["logprobs"].tobytes()
 
 
 def assert_same_bits(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> None:
@@ -263,6 +275,30 @@ class BackendContract:
         backend.save_sampler_checkpoint(folder, "far", "far-sampler")
         backend.delete_model("far")
         return "far-sampler", folder
+
+    # What it is
+
+    def test_capabilities(self, backend: AbstractBackend, base_folder: Path) -> None:
+        told = backend.capabilities()
+        assert told.base_model == str(base_folder)
+        assert (told.max_context_length, told.vocab_size) == (CONTEXT, VOCAB)
+        assert "cross_entropy" in told.losses
+        assert set(told.losses) <= set(LOSSES)
+        assert told.max_lora_rank >= 8
+        assert told.device
+        assert told.dtype in {"float32", "bfloat16", "float16"}
+
+    def test_models_come_and_go(self, backend: AbstractBackend) -> None:
+        backend.create_model("one", LoraConfig(rank=2, seed=1))
+        assert (backend.has_model("one"), backend.version("one")) == (True, 0)
+        with pytest.raises(UserError, match="one exists"):
+            backend.create_model("one", LoraConfig(rank=2, seed=1))
+        backend.delete_model("one")
+        assert not backend.has_model("one")
+        with pytest.raises(ModelNotFound):
+            backend.version("one")
+        backend.create_model("one", LoraConfig(rank=3, seed=1))
+        backend.delete_model("one")
 
     # Passes
 
@@ -340,6 +376,82 @@ class BackendContract:
         backend.delete_model("parts")
         for name in left:
             torch.testing.assert_close(left[name], right[name], rtol=1e-4, atol=1e-6)
+
+    def test_requests_do_not_depend_on_what_else_is_in_the_batch(
+        self, backend: AbstractBackend, model: str, tmp_path: Path
+    ) -> None:
+        """Two models, several requests each, in either order of the models: the bits of calls
+        of their own. A model's own requests stay in order."""
+        seeds = {"first": 1, "second": 2, "alone-first": 1, "alone-second": 2}
+        for name, seed in seeds.items():
+            backend.create_model(name, LoraConfig(rank=3, seed=seed))
+        requests = [
+            PassRequest(f"{name}-{part}", name, 0, ragged(90 + seeds[name] + part), "cross_entropy")
+            for part in (0, 10)
+            for name in ("first", "second")
+        ]
+        gone = PassRequest("gone", "nobody", 0, ragged(0), "cross_entropy")
+        forwards = backend.forward([gone, *reversed(requests)])
+        answers = backend.forward_backward([requests[1], gone, requests[0], *requests[2:]])
+        for found in (forwards, answers):
+            lost = found["gone"]
+            assert isinstance(lost, RequestError)
+            assert lost.category == "server"
+        for request in requests:
+            alone = replace(request, model_id=f"alone-{request.model_id}")
+            (answer,) = backend.forward([alone]).values()
+            assert_same_outputs(forwards[request.request_id], answer)
+            (answer,) = backend.forward_backward([alone]).values()
+            assert_same_outputs(answers[request.request_id], answer)
+        saved = {}
+        for name in seeds:
+            step(backend, name, AdamParams(learning_rate=0.1))
+            saved[name] = weights(backend, name, tmp_path / name)
+            backend.delete_model(name)
+        assert_same_bits(saved["first"], saved["alone-first"])
+        assert_same_bits(saved["second"], saved["alone-second"])
+
+    def test_forward_leaves_no_gradient(self, backend: AbstractBackend, model: str) -> None:
+        run(backend, model, ragged(94), train=False)
+        assert step(backend, model, AdamParams(learning_rate=0.0))["grad_norm"] == 0
+
+    def test_clearing_gradients_leaves_the_rest_as_it_was(
+        self, backend: AbstractBackend, model: str, tmp_path: Path
+    ) -> None:
+        train(backend, model, seed=95)
+        backend.save_checkpoint(tmp_path / "start", model)
+        backend.load_checkpoint(tmp_path / "start", "twin", optimizer=True)
+        run(backend, model, ragged(97))
+        backend.clear_gradients(model)
+        assert backend.version(model) == 2
+        for name in (model, "twin"):
+            backend.clear_gradients(name)
+            run(backend, name, ragged(98))
+            step(backend, name, ADAM_STEPS[0])
+        left = weights(backend, model, tmp_path / "left")
+        right = weights(backend, "twin", tmp_path / "right")
+        backend.delete_model("twin")
+        assert_same_bits(left, right)
+
+    @pytest.mark.parametrize("distance", [-1e4, -90.0, 90.0, 1e4])
+    def test_extreme_ratios_stay_finite(
+        self, backend: AbstractBackend, model: str, distance: float
+    ) -> None:
+        """exp(90) is past float32; advantages of both signs, and none."""
+        rng = np.random.default_rng(99)
+        row = datum(rng, 6)
+        p = run(backend, model, [row], train=False).outputs[0]["logprobs"]
+        signs = np.array([1, -1, 0.5, -0.5, 0, 2], np.float32)
+        inputs = {**row.loss_inputs, "logprobs": p - np.float32(distance), "advantages": signs}
+        for loss_fn in set(backend.capabilities().losses) - {"cross_entropy"}:
+            output = run(backend, model, [replace(row, loss_inputs=inputs)], loss_fn)
+            assert np.isfinite(output.metrics["loss:sum"]), loss_fn
+            norm = step(backend, model, AdamParams(learning_rate=0.0))["grad_norm"]
+            assert np.isfinite(norm), loss_fn
+            if loss_fn == "cispo":
+                bound = 4.0 if distance > 0 else 0.0
+                expected = -bound * float((p * signs).sum())
+                assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4, abs=1e-4)
 
     @pytest.mark.parametrize(
         ("loss_fn", "config"),
@@ -479,6 +591,54 @@ class BackendContract:
         for name in before:
             torch.testing.assert_close(after[name], before[name] * (1 - 0.1 * 0.5))
 
+    def test_eps_0_moves_what_has_a_gradient_and_leaves_the_rest(
+        self, backend: AbstractBackend, model: str, tmp_path: Path
+    ) -> None:
+        """At the first step A has no gradient: 0 / 0 has to be no step, not NaN."""
+        before = weights(backend, model, tmp_path / "before")
+        run(backend, model, ragged(13))
+        step(backend, model, AdamParams(learning_rate=0.01, eps=0.0))
+        for name, matrix in weights(backend, model, tmp_path / "after").items():
+            if ".lora_A." in name:
+                assert torch.equal(matrix, before[name])
+            else:
+                moved = matrix[matrix != 0].abs()
+                torch.testing.assert_close(moved, torch.full_like(moved, 0.01))
+
+    def test_gradients_too_large_to_step_on_move_nothing(
+        self, backend: AbstractBackend, model: str, tmp_path: Path
+    ) -> None:
+        """Refused at the pass or at the step; either way they are gone afterwards."""
+        before = weights(backend, model, tmp_path / "before")
+        rng = np.random.default_rng(3)
+        row = datum(rng, 6, weights=np.full(6, 1e30, np.float32))
+        if isinstance(attempt(backend, model, [row]), PassOutput):
+            with pytest.raises(UserError, match="the step was not taken"):
+                step(backend, model, AdamParams())
+        assert backend.version(model) == 0
+        assert step(backend, model, AdamParams(learning_rate=0.0))["grad_norm"] == 0
+        assert_same_bits(before, weights(backend, model, tmp_path / "after"))
+
+    @pytest.mark.parametrize(
+        ("adam", "said"),
+        [
+            (AdamParams(learning_rate=float("nan")), "adam_params.learning_rate: is nan"),
+            (AdamParams(beta1=1.0), "adam_params.beta1: is 1.0"),
+            (AdamParams(beta2=-0.1), "adam_params.beta2: is -0.1"),
+            (AdamParams(eps=-1.0), "adam_params.eps: is -1.0"),
+            (AdamParams(weight_decay=float("inf")), "adam_params.weight_decay: is inf"),
+            (AdamParams(grad_clip_norm=-1.0), "adam_params.grad_clip_norm: is -1.0"),
+        ],
+    )
+    def test_bad_optimizer_settings_are_named(
+        self, backend: AbstractBackend, model: str, adam: AdamParams, said: str
+    ) -> None:
+        run(backend, model, ragged(15))
+        with pytest.raises(UserError, match=said):
+            step(backend, model, adam)
+        assert backend.version(model) == 0
+        assert step(backend, model, AdamParams())["grad_norm"] > 0, "the gradients should be there"
+
     # Adapters
 
     def test_seeds_decide_the_adapter_and_nothing_else_does(
@@ -529,6 +689,25 @@ class BackendContract:
         for output, row in zip(run(backend, model, data, train=False).outputs, data, strict=True):
             expected = reference.logprobs(row.tokens, row.loss_inputs["target_tokens"]).detach()
             np.testing.assert_allclose(output["logprobs"], expected, rtol=1e-4, atol=1e-5)
+
+    def test_an_adapter_made_by_peft_can_be_trained_and_sampled(
+        self, backend: AbstractBackend, base_folder: Path, tmp_path: Path
+    ) -> None:
+        plain = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
+        config = peft.LoraConfig(
+            r=5, lora_alpha=10, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+        )
+        peft.get_peft_model(plain, config).save_pretrained(tmp_path)
+        backend.load_checkpoint(tmp_path, "theirs", optimizer=False)
+        data, reference = ragged(6), Reference(base_folder, tmp_path)
+        for output, row in zip(run(backend, "theirs", data).outputs, data, strict=True):
+            expected = reference.logprobs(row.tokens, row.loss_inputs["target_tokens"]).detach()
+            np.testing.assert_allclose(output["logprobs"], expected, rtol=1e-4, atol=1e-5)
+        assert step(backend, "theirs", AdamParams())["grad_norm"] > 0
+        backend.delete_model("theirs")
+        backend.load_sampler_checkpoint(tmp_path, "theirs")
+        assert len(sample_one(backend, ask("theirs", "x")).sequences[0].tokens) == 12
+        backend.delete_sampler("theirs")
 
     def test_two_tenants_do_not_influence_each_other(
         self, backend: AbstractBackend, tmp_path: Path
@@ -629,6 +808,39 @@ class BackendContract:
         for left, right in zip(first.sequences, again.sequences, strict=True):
             assert left.tokens.tolist() == right.tokens.tolist()
             assert left.logprobs.tolist() == right.logprobs.tolist()
+
+    def test_either_kind_of_save_can_be_sampled_from(
+        self, backend: AbstractBackend, model: str, tmp_path: Path
+    ) -> None:
+        train(backend, model, seed=76)
+        backend.save_checkpoint(tmp_path / "full", model)
+        backend.save_sampler_checkpoint(tmp_path / "light", model, "held")
+        for name in ("full", "light"):
+            assert not backend.has_sampler(name)
+            backend.load_sampler_checkpoint(tmp_path / name, name)
+            assert backend.has_sampler(name)
+        drawn = [
+            sample_one(backend, ask(name, "text", 2, temperature=1.0, seed=4)).sequences
+            for name in ("held", "full", "light")
+        ]
+        assert all_same(drawn[0], drawn[1])
+        assert all_same(drawn[0], drawn[2])
+        for name in ("held", "full", "light"):
+            backend.delete_sampler(name)
+            assert not backend.has_sampler(name)
+            answer = backend.sample([ask(name, "text")])["q"]
+            assert isinstance(answer, RequestError)
+            assert answer.category == "server"
+
+    def test_a_sampler_can_be_saved_over(self, backend: AbstractBackend, model: str) -> None:
+        request = ask("inflight", "text", 2, temperature=1.0, seed=4)
+        drawn = []
+        for seed in (77, 78):
+            train(backend, model, seed)
+            backend.save_sampler_checkpoint(None, model, "inflight", persist=False)
+            drawn.append(sample_one(backend, request).sequences)
+        backend.delete_sampler("inflight")
+        assert not all_same(*drawn)
 
     @pytest.mark.parametrize("use_base", [False, True], ids=["adapter", "base"])
     def test_greedy_equals_generate(
@@ -976,6 +1188,7 @@ class BackendContract:
         for call in (
             lambda: backend.version("nobody"),
             lambda: backend.delete_model("nobody"),
+            lambda: backend.clear_gradients("nobody"),
             lambda: backend.optim_step("nobody", 0, AdamParams()),
             lambda: backend.save_checkpoint(tmp_path, "nobody"),
             lambda: backend.save_sampler_checkpoint(None, "nobody", "s", persist=False),

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import peft
 import pytest
 import torch
 from backend_contract import (
@@ -18,8 +17,6 @@ from backend_contract import (
     BackendContract,
     Reference,
     ask,
-    attempt,
-    datum,
     ragged,
     run,
     sample_one,
@@ -39,7 +36,7 @@ from transformers import (
 
 from backends.engine import torch_model
 from backends.engine.lora import Adapter, LoraSlot, TrainState
-from backends.engine.records import AdamParams, LoraConfig, PassOutput
+from backends.engine.records import AdamParams, LoraConfig
 from backends.engine.torch_backend import TorchBackend, TorchConfig
 from backends.engine.torch_model import micro_batches
 from backends.errors import UserError
@@ -106,6 +103,7 @@ def test_adamw_is_that_of_torch_bar_the_last_digit() -> None:
         AdamParams(1e-3, grad_clip_norm=0.7),
         AdamParams(1e-1, 0.0, 0.5, 1e-12, 0.1, 2.0),
         AdamParams(100.0, weight_decay=1e-3),
+        AdamParams(1e-3, eps=0.0),
     ]
     rng = torch.Generator().manual_seed(0)
     for index, adam in enumerate(settings):
@@ -129,6 +127,17 @@ def test_adamw_is_that_of_torch_bar_the_last_digit() -> None:
         for name, matrix in state.adapter.named():
             torch.testing.assert_close(matrix.detach(), copies[name].detach(), rtol=2e-6, atol=0)
     assert state.version == len(settings)
+
+
+def test_eps_0_leaves_alone_what_has_no_gradient() -> None:
+    """0 / 0 in torch's, which would make A NaN at the first step of a fresh adapter."""
+    slots = {"q_proj": LoraSlot(torch.nn.Linear(9, 7))}
+    config = LoraConfig(rank=3, seed=1, train_mlp=False, train_unembed=False)
+    state = TrainState(Adapter.fresh(config, slots, torch.device("cpu")))
+    before = {name: matrix.detach().clone() for name, matrix in state.adapter.named()}
+    state.step(AdamParams(eps=0.0))
+    for name, matrix in state.adapter.named():
+        assert torch.equal(matrix.detach(), before[name])
 
 
 def test_a_large_vocabulary_goes_through_the_head_in_chunks(
@@ -156,55 +165,6 @@ def test_a_large_vocabulary_goes_through_the_head_in_chunks(
     assert_gradients_match(gradients(backend), expected, 1e-6)
     request = ask(None, "a prompt", prompt_logprobs=True, topk_prompt_logprobs=2)
     assert sample_one(backend, request).prompt_logprobs is not None
-
-
-def test_gradients_too_large_to_step_on_are_dropped(backend: TorchBackend) -> None:
-    rng = np.random.default_rng(3)
-    output = attempt(backend, "m", [datum(rng, 6, weights=np.full(6, 1e30, np.float32))])
-    assert isinstance(output, PassOutput)
-    before = backend._models["m"].adapter.flat.clone()
-    with pytest.raises(UserError, match="the step was not taken"):
-        step(backend, "m", AdamParams())
-    assert torch.equal(before, backend._models["m"].adapter.flat)
-    assert backend.version("m") == 0
-    assert step(backend, "m", AdamParams(learning_rate=0.0))["grad_norm"] == 0
-
-
-@pytest.mark.parametrize(
-    ("adam", "said"),
-    [
-        (AdamParams(learning_rate=float("nan")), "adam_params.learning_rate: is nan"),
-        (AdamParams(beta1=1.0), "adam_params.beta1: is 1.0"),
-        (AdamParams(beta2=-0.1), "adam_params.beta2: is -0.1"),
-        (AdamParams(eps=0.0), "adam_params.eps: is 0.0"),
-        (AdamParams(weight_decay=float("inf")), "adam_params.weight_decay: is inf"),
-        (AdamParams(grad_clip_norm=-1.0), "adam_params.grad_clip_norm: is -1.0"),
-    ],
-)
-def test_bad_optimizer_settings_are_named(
-    backend: TorchBackend, adam: AdamParams, said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        step(backend, "m", adam)
-    assert backend.version("m") == 0
-
-
-def test_an_adapter_made_by_peft_can_be_trained_and_sampled(
-    backend: TorchBackend, base_folder: Path, tmp_path: Path
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(base_folder, dtype=torch.float32)
-    config = peft.LoraConfig(
-        r=5, lora_alpha=10, target_modules=["q_proj", "down_proj"], init_lora_weights=False
-    )
-    peft.get_peft_model(model, config).save_pretrained(tmp_path)
-    backend.load_checkpoint(tmp_path, "theirs", optimizer=False)
-    data, reference = ragged(6), Reference(base_folder, tmp_path)
-    for output, row in zip(run(backend, "theirs", data).outputs, data, strict=True):
-        expected = reference.logprobs(row.tokens, row.loss_inputs["target_tokens"]).detach()
-        np.testing.assert_allclose(output["logprobs"], expected, rtol=1e-4, atol=1e-5)
-    assert step(backend, "theirs", AdamParams())["grad_norm"] > 0
-    backend.load_sampler_checkpoint(tmp_path, "s")
-    assert len(sample_one(backend, ask("s", "x")).sequences[0].tokens) == 12
 
 
 @pytest.mark.parametrize(
@@ -330,14 +290,6 @@ def test_bfloat16_computes_near_float32(base_folder: Path) -> None:
         assert step(backend, "m", AdamParams())["grad_norm"] > 0
     for left, right in zip(*losses, strict=True):
         np.testing.assert_allclose(left["logprobs"], right["logprobs"], atol=0.15)
-
-
-def test_capabilities(backend: TorchBackend, base_folder: Path) -> None:
-    capabilities = backend.capabilities()
-    assert capabilities.base_model == str(base_folder)
-    assert (capabilities.max_context_length, capabilities.vocab_size) == (96, VOCAB)
-    assert (capabilities.device, capabilities.dtype) == ("cpu", "float32")
-    assert "cross_entropy" in capabilities.losses
 
 
 @pytest.mark.parametrize("wrong", [{"devise": "cpu"}, {"threads": 0}, {"device": "tpu"}])
