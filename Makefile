@@ -1,5 +1,7 @@
 # make train   fine-tune the model that ships with flowtune
 # make test    lint, types and the whole suite
+# make bench   the engine beside raw PyTorch + PEFT
+# make fuzz    hostile requests, six times as many as the suite tries, and others at each run
 
 # The first Python that is new enough; `make PYTHON=...` takes another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -10,7 +12,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help train test lint clean
+.PHONY: help train test bench fuzz lint clean
 
 help: ## show this
 	@sed -n 's/^\([a-z]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -21,13 +23,19 @@ train: .venv/.for-training ## fine-tune the shipped model: an adapter and a repo
 test: lint ## lint, types and the whole suite; it starts every server it needs
 	$(BIN)/python -m pytest
 
+fuzz: .venv/.for-tests ## hostile requests: over 10,000, and others at each run
+	FLOWTUNE_FUZZ=6 $(BIN)/python -m pytest --timeout=3600 tests/backends/engine/test_hostile_*.py
+
+bench: .venv/.for-training ## the engine beside raw PyTorch + PEFT; the machine has to be quiet
+	$(BIN)/python -m benchmarks.engine
+
 lint: .venv/.for-tests ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean: ## remove the environment and what tools left behind; runs/ stays
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: an installation is repeated only when what it was made from has changed.

@@ -47,6 +47,7 @@ class Sampling:
     sampler: Sampler
     request: SampleRequest
     last_n: int | None
+    targets: wire.TargetsBody | None
 
 
 class Alarm:
@@ -83,7 +84,7 @@ class Core:
         self.ledger = Ledger()
         self.store = store
         self.loop = asyncio.get_running_loop()
-        self.run_samples: Callable[[Sequence[Sampling]], None] | None = None
+        self.run_samples: Callable[[Callable[[], Sequence[Sampling]]], None] | None = None
         self.scheduler: Scheduler[Sampling] = Scheduler(self._run_samples)
         self.capabilities: Capabilities | None = None
         self._io = ThreadPoolExecutor(4, "store")
@@ -138,9 +139,9 @@ class Core:
         """Run what may block on the store, beside the event loop and the computing."""
         return self.loop.run_in_executor(self._io, function)
 
-    def _run_samples(self, batch: Sequence[Sampling]) -> None:
+    def _run_samples(self, arriving: Callable[[], Sequence[Sampling]]) -> None:
         assert self.run_samples is not None
-        self.run_samples(batch)
+        self.run_samples(arriving)
 
     # -- tickets --
 

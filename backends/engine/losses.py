@@ -11,7 +11,6 @@ candidates a position, M = positions of several datums, one after the other.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 Formula = Callable[["Tensor", Mapping[str, "Tensor"], Mapping[str, float]], "Tensor"]
 
 TARGETS = "target_tokens"
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 MAX_LOG_RATIO = 40.0
 """p - q saturates here, with zero gradient beyond: squared gradients still fit float32."""
 
@@ -94,12 +94,15 @@ class LossInput:
 
 @dataclass(frozen=True, slots=True)
 class LossOption:
-    """A config key; its value lies in [low, high] and not below that of `not_below`, if named."""
+    """A config key; its value lies in [low, high] and not below that of `not_below`, if named.
+
+    The formulas compute in float32, which cannot hold more than the default of `high`.
+    """
 
     name: str
     default: float
     low: float = 0.0
-    high: float = math.inf
+    high: float = MAX_FLOAT32
     not_below: str | None = None
 
 
@@ -174,20 +177,18 @@ def check_config(loss_fn: str, config: Mapping[str, object]) -> str | None:
     """A mistake in the loss's name or its config, or None."""
     loss = LOSSES.get(loss_fn)
     if loss is None:
-        return f"loss_fn: there is no loss {loss_fn!r}; use one of {', '.join(LOSSES)}"
+        return f"loss_fn: there is no loss {loss_fn[:80]!r}; use one of {', '.join(LOSSES)}"
     known = {option.name: option for option in loss.options}
     for key, value in config.items():
-        where = f"loss_fn_config.{key}"
+        where = f"loss_fn_config.{key[:80]}"
         if key not in known:
             keys = f"use one of {', '.join(known)}" if known else "leave the config empty"
             return f"{where}: {loss_fn} has no such key; {keys}"
         option = known[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
-            return f"{where}: is {value!r}, which is not a number; give a number"
-        if not (math.isfinite(value) and option.low <= value <= option.high):
-            return f"{where}: is {value}; give a finite number of at least {option.low:g}" + (
-                f" and at most {option.high:g}" if math.isfinite(option.high) else ""
-            )
+            return f"{where}: is {repr(value)[:80]}, which is not a number; give a number"
+        if not option.low <= value <= option.high:
+            return f"{where}: is {value}; give a number from {option.low:g} to {option.high:g}"
     return _check_order(loss, {key: float(value) for key, value in config.items()})  # type: ignore[arg-type]
 
 
@@ -216,7 +217,7 @@ def check_datum(
     for name in datum.loss_inputs:
         if name not in known:
             return (
-                f"{here}.loss_fn_inputs.{name}: {loss_fn} takes no such input; "
+                f"{here}.loss_fn_inputs.{name[:80]}: {loss_fn} takes no such input; "
                 f"leave it out (it takes {', '.join(known)})"
             )
     for name in (TARGETS, *(row.name for row in loss.inputs if row.required)):
@@ -268,6 +269,11 @@ def _check_targets(loss: Loss, datum: Datum, here: str, vocab_size: int) -> str 
         return (
             f"{where}: has {targets.shape[0]} positions but model_input has {datum.tokens.size} "
             "tokens; give one target for each token"
+        )
+    if targets.ndim == 2 and targets.shape[1] > vocab_size:
+        return (
+            f"{where}: has {targets.shape[1]} candidates a position, more than the {vocab_size} "
+            "tokens of the vocabulary; name each at most once"
         )
     return _check_ids(targets, where, vocab_size)
 

@@ -24,6 +24,7 @@ from tinker.proto import tinker_public_pb2 as pb
 from backends.engine.records import (
     AdamParams,
     Datum,
+    FloatArray,
     IntArray,
     LoraConfig,
     PassOutput,
@@ -37,10 +38,12 @@ PROTOBUF: Final = "application/x-protobuf"
 MAX_BODY_BYTES: Final = 64 * 2**20
 """The largest body that is read, and the most that a compressed one may unfold to. Clients send at
 most `fwdbwd_max_chunk_bytes_count`; protobuf's objects may take 30 times a body's room."""
-MAX_DATA: Final = 2**16
-"""Most datums of one request."""
+MAX_PARTS: Final = 2**18
+"""Most datums, chunks and tensors of one request, all told: each costs time, even an empty one."""
 MAX_CELLS: Final = 2**27
 """Most tensor elements of one request, once sparse ones are dense."""
+MOST: Final = 2**31 - 1
+"""More tokens than any vocabulary or context has; backends may keep counts and ids in 32 bits."""
 MAX_SAMPLES: Final = 4096
 """Most samples of one request."""
 _NO_LOGPROB: Final = -99999.0
@@ -257,19 +260,76 @@ class SamplingParamsBody(Body):
     top_p: float = 1.0
 
     def record(self, most_tokens: int) -> SamplingParams:
-        """As the backend takes it; without `max_tokens` the context is filled up."""
+        """As the backend takes it; `max_tokens` None fills the context up. Raises BadBody."""
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         strings = tuple(stop for stop in stops or () if isinstance(stop, str))
         tokens = tuple(stop for stop in stops or () if isinstance(stop, int))
+        for token in tokens:
+            if not 0 <= token <= MOST:
+                problem = f"sampling_params.stop: {str(token)[:80]} is no token id"
+                raise BadBody(f"{problem}; encode stops with this model's tokenizer")
         return SamplingParams(
-            max_tokens=most_tokens if self.max_tokens is None else self.max_tokens,
+            max_tokens=most_tokens if self.max_tokens is None else min(self.max_tokens, MOST),
             temperature=self.temperature,
-            top_k=self.top_k,
+            top_k=min(self.top_k, MOST),
             top_p=self.top_p,
             seed=None if self.seed is None else self.seed % 2**63,
             stop_strings=strings or None,
             stop_tokens=() if stops == [] else tokens or None,
         )
+
+
+class TargetsBody(Body):
+    """Token ids whose logprobs are wanted: [P - 1, K], dense or CSR; -1 and unlisted cells: none.
+
+    The answer has the same layout. What is listed is packed into as few columns as it needs.
+    """
+
+    data: list[int]
+    dtype: Literal["int64"] = "int64"
+    shape: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: list[int] | None = None
+    sparse_col_indices: list[int] | None = None
+
+    def tokens(self) -> IntArray:
+        """The ids, [P - 1, most in a row]. Raises BadBody."""
+        where = "target_prompt_logprobs"
+        try:
+            ids = np.array(self.data, np.int64)
+            if self.sparse_crow_indices is None:
+                if math.prod(self.shape) != ids.size:
+                    raise BadBody(f"{where}: holds {ids.size} ids, not its shape {self.shape}")
+                return ids.reshape(self.shape)
+            ends = np.array(self.sparse_crow_indices, np.int64)
+            columns = np.array(self.sparse_col_indices or [], np.int64)
+        except OverflowError:
+            raise BadBody(f"{where}: a number does not fit in 64 bits") from None
+        _check_csr(ends, columns, ids.size, (self.shape[0], self.shape[1]), where)
+        widths = np.diff(ends)
+        if self.shape[0] * widths.max(initial=0) > MAX_CELLS:
+            raise BadBody(f"{where}: names over {MAX_CELLS} cells; ask for fewer")
+        packed = np.full((self.shape[0], widths.max(initial=0)), -1, np.int64)
+        packed[self._listed(packed.shape[1])] = ids
+        return packed
+
+    def _listed(self, columns: int) -> npt.NDArray[np.bool_]:
+        """Where in the packed ids something was listed."""
+        widths = np.diff(np.array(self.sparse_crow_indices, np.int64))
+        listed: npt.NDArray[np.bool_] = np.arange(columns) < widths[:, None]
+        return listed
+
+    def put(self, logprobs: FloatArray, tensor: pb.Tensor) -> None:
+        """Write the logprobs of `tokens` in this layout."""
+        tensor.dtype = pb.DTYPE_FLOAT32
+        tensor.shape.extend(self.shape)
+        if self.sparse_crow_indices is None:
+            tensor.dense = logprobs.astype(np.float32).tobytes()
+            return
+        listed = logprobs[self._listed(logprobs.shape[1])]
+        tensor.sparse_csr.values = listed.astype(np.float32).tobytes()
+        tensor.sparse_csr.crow_indices = np.array(self.sparse_crow_indices, np.int64).tobytes()
+        columns = np.array(self.sparse_col_indices or [], np.int64)
+        tensor.sparse_csr.col_indices = columns.tobytes()
 
 
 class Sample(Body):
@@ -283,16 +343,18 @@ class Sample(Body):
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    topk_sample_logprobs: int = 0
-    target_prompt_logprobs: Any = None
-    prompt_alt_tokens_k: int = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: TargetsBody | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0)] = 0
 
     def record(self, request_id: str, sampler_id: str | None, context: int) -> SampleRequest:
-        """As the backend takes it. Raises BadBody for what this engine does not do."""
-        for name in ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k"):
-            if getattr(self, name):
-                raise BadBody(f"{name}: this engine does not have it; leave it out")
-        prompt = self.prompt.tokens()
+        """As the backend takes it. Raises BadBody."""
+        prompt, last_n = self.prompt.tokens(), self.prompt_logprobs_last_n
+        if last_n is not None and not (self.prompt_logprobs and last_n < prompt.size):
+            raise BadBody(
+                f"prompt_logprobs_last_n: is {last_n} for a prompt of {prompt.size} tokens; give "
+                "at most one less than it has, and set prompt_logprobs"
+            )
         return SampleRequest(
             request_id=request_id,
             sampler_id=sampler_id,
@@ -301,6 +363,11 @@ class Sample(Body):
             params=self.sampling_params.record(max(1, context - prompt.size)),
             prompt_logprobs=bool(self.prompt_logprobs),
             topk_prompt_logprobs=self.topk_prompt_logprobs,
+            topk_sample_logprobs=self.topk_sample_logprobs,
+            target_prompt_tokens=self.target_prompt_logprobs.tokens()
+            if self.target_prompt_logprobs is not None
+            else None,
+            prompt_alt_tokens_k=self.prompt_alt_tokens_k,
         )
 
 
@@ -495,11 +562,13 @@ def _read_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
 
 def _read_data(messages: Iterable[pb.Datum]) -> tuple[Datum, ...]:
     data = []
-    room = MAX_CELLS
+    room, parts = MAX_CELLS, 0
     for index, message in enumerate(messages):
         where = f"data[{index}]"
-        if index == MAX_DATA:
-            raise BadBody(f"{where}: a batch has at most {MAX_DATA} datums; send smaller batches")
+        parts += 1 + len(message.model_input) + len(message.loss_fn_inputs)
+        if parts > MAX_PARTS:
+            problem = f"the batch has over {MAX_PARTS} datums, chunks and inputs"
+            raise BadBody(f"{where}: {problem}; send smaller batches")
         inputs: dict[str, Array] = {}
         for name, tensor in message.loss_fn_inputs.items():
             inputs[name] = _read_tensor(tensor, f"{where}.loss_fn_inputs.{name[:80]}", room)
@@ -555,18 +624,24 @@ def _densify(values: Array, csr: pb.SparseCsr, shape: tuple[int, int], where: st
     """A CSR matrix with its empty cells 0, as the SDK's own `to_dense` gives it."""
     ends = _numbers(csr.crow_indices, np.dtype(np.int64), f"{where}.crow_indices")
     columns = _numbers(csr.col_indices, np.dtype(np.int64), f"{where}.col_indices")
+    _check_csr(ends, columns, values.size, shape, where)
+    dense = np.zeros(shape, values.dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
+    return dense
+
+
+def _check_csr(
+    ends: IntArray, columns: IntArray, values: int, shape: tuple[int, int], where: str
+) -> None:
     sound = (
         ends.size == shape[0] + 1
         and ends[0] == 0
-        and ends[-1] == columns.size == values.size
+        and ends[-1] == columns.size == values
         and bool((ends[1:] >= ends[:-1]).all())
         and (columns.size == 0 or (int(columns.min()) >= 0 and int(columns.max()) < shape[1]))
     )
     if not sound:
         raise BadBody(f"{where}: its CSR indices do not describe a matrix of shape {list(shape)}")
-    dense = np.zeros(shape, values.dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(ends)), columns] = values
-    return dense
 
 
 def _numbers(raw: bytes, dtype: np.dtype[Any], where: str) -> npt.NDArray[Any]:
@@ -605,31 +680,48 @@ def _layout(row: Mapping[str, Array]) -> tuple[tuple[str, tuple[int, ...]], ...]
     return tuple((name, array.shape[1:]) for name, array in row.items())
 
 
-def sample_result(output: SampleOutput, last_n: int | None = None) -> bytes:
+def sample_result(
+    output: SampleOutput, last_n: int | None = None, targets: TargetsBody | None = None
+) -> bytes:
     """SampleResponse; with `last_n` only the prompt's last positions carry logprobs."""
     message = pb.SampleResponse()
     for sequence in output.sequences:
-        message.sequences.add(
+        added = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP
             if sequence.stop_reason == "stop"
             else pb.STOP_REASON_LENGTH,
             tokens=sequence.tokens.astype(np.int32).tobytes(),
             logprobs=sequence.logprobs.astype(np.float32).tobytes(),
         )
+        if sequence.topk_tokens is not None and sequence.topk_logprobs is not None:
+            _put_top(added.topk_sampled_logprobs, sequence.topk_tokens, sequence.topk_logprobs)
     if output.prompt_logprobs is not None:
         logprobs = output.prompt_logprobs.astype(np.float32)
         logprobs[: _masked(logprobs.size, last_n)] = np.nan
         message.prompt_logprobs = logprobs.tobytes()
     if output.topk_prompt_tokens is not None and output.topk_prompt_logprobs is not None:
-        ids = output.topk_prompt_tokens.astype(np.int32)
-        values = output.topk_prompt_logprobs.astype(np.float32)
+        values = output.topk_prompt_logprobs.copy()
         values[: _masked(len(values), last_n)] = np.nan
-        nothing = np.isnan(values)
-        ids[nothing], values[nothing] = 0, _NO_LOGPROB
-        top = message.topk_prompt_logprobs
-        top.length, top.k = ids.shape
-        top.token_ids, top.logprobs = ids.tobytes(), values.tobytes()
+        _put_top(message.topk_prompt_logprobs, output.topk_prompt_tokens, values)
+    if output.target_prompt_logprobs is not None and targets is not None:
+        targets.put(output.target_prompt_logprobs, message.target_prompt_logprobs)
+    if output.prompt_alt_tokens is not None and output.prompt_alt_logprobs is not None:
+        alternatives = message.prompt_alt_tokens
+        for tensor, dtype, array in (
+            (alternatives.tokens, pb.DTYPE_INT32, output.prompt_alt_tokens.astype(np.int32)),
+            (alternatives.logprobs, pb.DTYPE_FLOAT32, output.prompt_alt_logprobs),
+        ):
+            tensor.dtype, tensor.dense = dtype, array.tobytes()
+            tensor.shape.extend(array.shape)
     return message.SerializeToString()
+
+
+def _put_top(top: pb.TopkLogprobs, tokens: IntArray, logprobs: FloatArray) -> None:
+    """Ids and logprobs [positions, k]; cells whose logprob is NaN hold nothing."""
+    nothing = np.isnan(logprobs)
+    top.length, top.k = tokens.shape
+    top.token_ids = np.where(nothing, 0, tokens).astype(np.int32).tobytes()
+    top.logprobs = np.where(nothing, _NO_LOGPROB, logprobs).astype(np.float32).tobytes()
 
 
 def _masked(length: int, last_n: int | None) -> int:

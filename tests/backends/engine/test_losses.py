@@ -241,7 +241,12 @@ def test_wrong_tokens_are_named(tokens: Any, said: str) -> None:
         ("gspo", {}, "loss_fn: there is no loss 'gspo'; use one of cross_entropy, importance"),
         ("dro", {"gamma": 1.0}, "loss_fn_config.gamma: dro has no such key; use one of beta"),
         ("cross_entropy", {"beta": 1.0}, "cross_entropy has no such key; leave the config empty"),
-        ("dro", {"beta": -1.0}, "loss_fn_config.beta: is -1.0; give a finite number of at least 0"),
+        (
+            "dro",
+            {"beta": -1.0},
+            "loss_fn_config.beta: is -1.0; give a number from 0 to 3.40282e+38",
+        ),
+        ("dro", {"beta": 1e39}, "loss_fn_config.beta: is 1e+39; give a number from 0 to 3.40282e"),
         ("dro", {"beta": math.nan}, "loss_fn_config.beta: is nan"),
         ("dro", {"beta": "x"}, "loss_fn_config.beta: is 'x', which is not a number"),
         ("ppo", {"clip_high_threshold": 0.5}, "0.5 is below clip_low_threshold 0.8; raise it or"),
@@ -271,3 +276,24 @@ def test_a_request_without_datums_is_refused() -> None:
 def test_importing_the_registry_does_not_import_torch() -> None:
     code = "import sys, backends.engine.losses; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_more_candidates_than_tokens_are_refused() -> None:
+    """They would be laid out for every position of a micro-batch."""
+    many = Datum(np.array([4]), {"target_tokens": np.ones((1, 101), int)})
+    problem = check_datum("cross_entropy", many, index=0, **LIMITS)
+    assert problem is not None
+    assert "target_tokens: has 101 candidates a position, more than the 100 tokens" in problem
+
+
+def test_long_names_are_shown_in_part() -> None:
+    long = "x" * 10_000
+    inputs = {"target_tokens": np.ones(1, int), long: np.ones(1)}
+    for problem in (
+        check_config(long, {}),
+        check_config("ppo", {long: 1.0}),
+        check_config("dro", {"beta": long}),
+        check_datum("ppo", Datum(np.array([4]), inputs), index=0, **LIMITS),
+    ):
+        assert problem is not None
+        assert len(problem) < 300
