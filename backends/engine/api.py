@@ -193,7 +193,7 @@ class _Routes:
         """Clients, what they may know, and what belongs to them."""
         page = {"offset": COUNT, "limit": COUNT}
         scope = {"access_scope": SCOPE}
-        yield _post("create_session", wire.OpenSession), self.create_session
+        yield _post("create_session", wire.CreateSession), self.create_session
         yield (
             _post("session_heartbeat", wire.OfSession, refusals=(400, 404, 410)),
             self.session_heartbeat,
@@ -311,7 +311,7 @@ class _Routes:
 
     async def create_session(self, request: Request) -> Response:
         """A new session."""
-        session_id = self._engine.models.create_session(await _read(wire.OpenSession, request))
+        session_id = self._engine.models.create_session(await _read(wire.CreateSession, request))
         return _json_response({"type": "create_session", "session_id": session_id})
 
     async def session_heartbeat(self, request: Request) -> Response:

@@ -40,7 +40,7 @@ class Models:
 
     # -- sessions --
 
-    def create_session(self, body: wire.OpenSession) -> str:
+    def create_session(self, body: wire.CreateSession) -> str:
         """A new session's id."""
         session = self._core.ledger.open_session(body.user_metadata, body.display_name)
         self._alarm.set(self._session_seconds)

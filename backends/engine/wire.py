@@ -72,7 +72,7 @@ def _as_text(value: object) -> str:
 
 
 SeqId = Annotated[int, Field(ge=0, lt=MAX_SEQ_ID)]
-TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 366 * 86400)]
+TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
 Tags = dict[str, Annotated[str, BeforeValidator(_as_text, json_schema_input_type=Any)]]
 """What a user notes. The protocol tells it as texts, so anything else is kept as its JSON."""
 
@@ -94,6 +94,7 @@ class CreateSession(Body):
     tags: list[str] = []
     user_metadata: Tags | None = None
     sdk_version: str = ""
+    display_name: str | None = None
 
 
 class OfSession(Body):
@@ -369,12 +370,6 @@ class Sample(Body):
             else None,
             prompt_alt_tokens_k=self.prompt_alt_tokens_k,
         )
-
-
-class OpenSession(CreateSession):
-    """Opens a session under a name that people find it by."""
-
-    display_name: str | None = None
 
 
 class FinishReason(Body):
