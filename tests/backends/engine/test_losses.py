@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 from backends.engine.losses import (
     LOSSES,
     MAX_LOG_RATIO,
+    Loss,
     check_config,
     check_datum,
     check_request,
@@ -297,3 +299,13 @@ def test_long_names_are_shown_in_part() -> None:
     ):
         assert problem is not None
         assert len(problem) < 300
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_the_page_has_every_loss_with_its_inputs_and_defaults(loss: Loss) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "engine.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{loss.name}` |"))
+    for each in loss.inputs:
+        assert f"`{each.name}`" in row
+    for option in loss.options:
+        assert f"`{option.name}` ({option.default:g})" in row
