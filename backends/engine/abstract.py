@@ -9,7 +9,7 @@ restarted worker, say) refuses instead of training on something else.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -96,6 +96,22 @@ class AbstractBackend(ABC):
 
         A request for a sampler that is not held here gets a RequestError of category "server".
         """
+
+    def serve_samples(
+        self,
+        arriving: Callable[[], Sequence[SampleRequest]],
+        finished: Callable[[str, SampleOutput | RequestError], None],
+    ) -> None:
+        """Draw the requests that `arriving` gives, and tell `finished` each answer by request id.
+
+        A backend that can let requests join while others run calls `arriving` between its steps,
+        until it has nothing more and neither has the backend; answers are told as they come. While
+        `arriving` runs, other methods of this backend may be called, from the same thread: this is
+        where training takes its turns. It may raise, which ends the call. Here requests are taken
+        once, and drawn together.
+        """
+        for request_id, answer in self.sample(arriving()).items():
+            finished(request_id, answer)
 
     @abstractmethod
     def save_checkpoint(self, output_path: Path, model_id: str) -> None:

@@ -1,18 +1,22 @@
 """What runs a base model's layers: hidden states for training and scoring, and decoding by a cache.
 
-Shapes: B rows, T positions of a padded batch, H hidden size, h key heads, D head size, W places of
-a cache in use.
+Shapes: B rows, T positions of a padded batch, H hidden size, h key heads, D head size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicCache
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers.cache_utils import DynamicCache
 
 from backends.engine.lora import Adapter, LoraSlot
+
+if TYPE_CHECKING:
+    from backends.engine.row_cache import RowCache
 
 KeysValues = tuple[Tensor, Tensor]
 """One layer's keys and values, both [B, h, T, D]."""
@@ -54,14 +58,10 @@ class Decoder(Protocol):
     def prefill(self, ids: Tensor) -> tuple[Tensor, list[KeysValues]]:
         """The same, and each layer's keys and values [B, h, T, D]."""
 
-    def step(
-        self, ids: Tensor, positions: Tensor, mask: dict[str, Tensor | None], cache: Cache
-    ) -> Tensor:
-        """Hidden states [B, H] of one more token [B] a row, at `positions` [B].
+    def step(self, ids: Tensor, cache: RowCache) -> Tensor:
+        """Hidden states [B, H] of one more token [B] a row, at the positions `cache.places` [B].
 
-        `mask[kind]` [B, 1, 1, W] says which places the layers of a kind see; None: all of them.
-        `cache.layers[i].update(keys, values)` takes one position [B, h, 1, D] a row and returns
-        the W places in use, [B, h, W, D] each.
+        B is a multiple of `ROW_BLOCK`, and a row's bits must not depend on the other rows.
         """
 
 
@@ -72,6 +72,8 @@ class TransformersDecoder:
         self._backbone = backbone
         self._slots = slots
         self._by_kind = bool(getattr(backbone.config, "layer_types", None))
+        layers = range(backbone.config.num_hidden_layers if self._by_kind else 1)
+        self._kinds = sorted({layer_kind(backbone.config, index) for index in layers})
         self.window = sliding_window(backbone.config)
 
     def activate(self, adapter: Adapter | None, gradients: Adapter | None) -> None:
@@ -92,16 +94,16 @@ class TransformersDecoder:
         ).last_hidden_state
         return states, [(layer.keys, layer.values) for layer in filled.layers]
 
-    def step(
-        self, ids: Tensor, positions: Tensor, mask: dict[str, Tensor | None], cache: Cache
-    ) -> Tensor:
+    def step(self, ids: Tensor, cache: RowCache) -> Tensor:
         """[B] to [B, H]."""
-        alone = mask[layer_kind(self._backbone.config, 0)]
-        states: Tensor = self._backbone(
-            input_ids=ids[:, None],
-            position_ids=positions[:, None],
-            attention_mask=mask if self._by_kind else alone,
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        masks = {kind: cache.mask(kind) for kind in self._kinds}
+        # torch's fused attention gives a row other bits on another thread.
+        with sdpa_kernel(SDPBackend.MATH) if cache.exact else nullcontext():
+            states: Tensor = self._backbone(
+                input_ids=ids[:, None],
+                position_ids=cache.places[:, None],
+                attention_mask=masks if self._by_kind else masks[self._kinds[0]],
+                past_key_values=cache.view,
+                use_cache=True,
+            ).last_hidden_state
         return states[:, 0]

@@ -22,11 +22,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers.cache_utils import Cache
 
 from backends.engine.decoder import KeysValues, layer_kind, sliding_window
 from backends.engine.lora import Adapter, LoraSlot
+from backends.engine.row_cache import RowCache
 
+MOST_MERGED = 2**24
+"""An adapter that is not trained is worked into a copy of the weights if they have no more numbers
+(64 MiB). Its own products cost a small model a third of a decoding step, and a large one little.
+"""
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 """Model types whose layers are computed here; all else is left to transformers."""
 _FIXED_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -64,12 +68,28 @@ class _Projection:
         self._bias: Tensor | None = None
         if any(slot.bias is not None for slot in members):
             self._bias = torch.cat([_bias(slot) for slot in members])
+        self._used = self._weight
+        """The weight, or a copy with the active adapter's part in it."""
         self._lora: _Lora | None = None
         self._gradients: _Lora | None = None
 
-    def activate(self, adapter: Adapter | None, gradients: Adapter | None) -> None:
-        """Compute with this adapter; backward passes add to `gradients`, which has its layout."""
+    def activate(self, adapter: Adapter | None, gradients: Adapter | None, *, merge: bool) -> None:
+        """Compute with this adapter; backward passes add to `gradients`, which has its layout.
+
+        With `merge` the adapter must not change: it is worked into a copy of the weight.
+        """
         self._lora, self._gradients = self._share(adapter), self._share(gradients)
+        self._used = self._weight
+        if merge and self._lora is not None:
+            lora, self._lora = self._lora, None
+            self._used = self._weight.clone()
+            for part in lora.parts:
+                self._used[part.outputs].addmm_(part.b, lora.a[part.ranks], alpha=lora.scale)
+
+    @property
+    def size(self) -> int:
+        """How many numbers the weight has."""
+        return int(self._weight.numel())
 
     @property
     def trains(self) -> bool:
@@ -96,9 +116,9 @@ class _Projection:
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """[M, in] to [M, O], plus `residual`; and what A made of x, [M, n r], for `backward`."""
         if residual is None:
-            y = functional.linear(x, self._weight, self._bias)
+            y = functional.linear(x, self._used, self._bias)
         else:
-            y = torch.addmm(residual, x, self._weight.t())
+            y = torch.addmm(residual, x, self._used.t())
             y = y if self._bias is None else y.add_(self._bias)
         if self._lora is None:
             return y, None
@@ -400,6 +420,8 @@ class LeanDecoder:
             _Layer.of(layer, f"{path}.layers.{index}", layer_kind(config, index), slots)
             for index, layer in enumerate(backbone.layers)
         ]
+        size = sum(each.size for layer in self._layers for each in layer.projections())
+        self._merges = size <= MOST_MERGED and self._embed.weight.dtype == torch.float32
         self._turns: _Turn | None = None
         self._none, self._some = (
             torch.zeros(0, device=self._embed.weight.device, requires_grad=requires)
@@ -417,10 +439,14 @@ class LeanDecoder:
         )
 
     def activate(self, adapter: Adapter | None, gradients: Adapter | None) -> None:
-        """Compute with this adapter; backward passes add to `gradients`, which has its layout."""
+        """Compute with this adapter; backward passes add to `gradients`, which has its layout.
+
+        Without `gradients` the adapter must not change while it is active.
+        """
+        merge = self._merges and gradients is None
         for layer in self._layers:
             for projection in layer.projections():
-                projection.activate(adapter, gradients)
+                projection.activate(adapter, gradients, merge=merge)
 
     def hidden(self, ids: Tensor) -> Tensor:
         """[B, T] to [B, T, H]."""
@@ -431,18 +457,14 @@ class LeanDecoder:
         filled: list[KeysValues] = []
         return self._run(ids, filled), filled
 
-    def step(
-        self, ids: Tensor, positions: Tensor, mask: dict[str, Tensor | None], cache: Cache
-    ) -> Tensor:
+    def step(self, ids: Tensor, cache: RowCache) -> Tensor:
         """[B] to [B, H]."""
         x = self._embed(ids)
-        table = self._turn(cache.get_seq_length() + 1)
-        turn = _Turn(table.cos[positions, None], table.sin[positions, None])
+        table = self._turn(cache.longest + 1)
+        turn = _Turn(table.cos[cache.places], table.sin[cache.places])
         for layer, held in zip(self._layers, cache.layers, strict=True):
-            q, k, v, _ = layer.heads(x[:, None], turn)
-            keys, values = held.update(k.transpose(1, 2), v.transpose(1, 2))
-            seen = mask[layer.kind]
-            attended = layer.attend(q.transpose(1, 2), keys, values, seen, causal=False)
+            q, k, v, _ = layer.heads(x, turn)
+            attended = held.attend(q, k, v, layer.kind, layer.scale)
             x, _ = layer.out(attended, residual=x)
             x, _ = layer.mlp(x)
         return _norm(x, self._norm.weight, self._norm.variance_epsilon)[0]

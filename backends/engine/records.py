@@ -98,7 +98,12 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class SampleRequest:
-    """`num_samples` continuations of `prompt` [P] from sampler weights (None: the base model)."""
+    """`num_samples` continuations of `prompt` [P] from sampler weights (None: the base model).
+
+    Asked for beside them: the prompt's own logprobs, the likeliest tokens at each position of the
+    prompt and of the samples, the logprobs of `target_prompt_tokens` [P - 1, K] (-1: of none) after
+    each prompt token but the last, and so many tokens drawn there at the request's temperature.
+    """
 
     request_id: str
     sampler_id: str | None
@@ -107,28 +112,40 @@ class SampleRequest:
     params: SamplingParams
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_tokens: IntArray | None = None
+    prompt_alt_tokens_k: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampledSequence:
-    """`tokens` [T] with the `logprobs` [T] they had under the model at temperature 1."""
+    """`tokens` [T] with the `logprobs` [T] they had under the model at temperature 1.
+
+    `topk_tokens` and `topk_logprobs` [T, k] are the likeliest at each position, if asked for.
+    """
 
     tokens: IntArray
     logprobs: FloatArray
     stop_reason: Literal["stop", "length"]
+    topk_tokens: IntArray | None = None
+    topk_logprobs: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
     """Sequences in order; `prompt_logprobs` [P] starts with NaN; top-k ids and logprobs [P, k].
 
-    The first row of the top-k is undefined: ids 0, logprobs NaN.
+    The first row of the top-k is undefined: ids 0, logprobs NaN. `target_prompt_logprobs`
+    [P - 1, K] is 0 where the request named no token; the alternatives are [P - 1, k].
     """
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: FloatArray | None = None
     topk_prompt_tokens: IntArray | None = None
     topk_prompt_logprobs: FloatArray | None = None
+    target_prompt_logprobs: FloatArray | None = None
+    prompt_alt_tokens: IntArray | None = None
+    prompt_alt_logprobs: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ See `core` for what methods promise.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,8 @@ from backends.engine import wire
 from backends.engine.checkpoints import CheckpointUri, checked_name
 from backends.engine.core import Core, Sampling, always, check_sound, json_answer
 from backends.engine.ledger import Answer, Model, Sampler, Ticket
-from backends.engine.records import RequestError, SampleOutput
-from backends.engine.scheduler import Job
+from backends.engine.records import RequestError, SampleOutput, SampleRequest
+from backends.engine.scheduler import Job, Stopping
 from backends.engine.storing import Save, Storing, about
 from backends.errors import Problem, UserError
 
@@ -150,32 +151,57 @@ class Samplers:
             except wire.BadBody as error:
                 core.refuse(ticket, str(error))
             else:
-                last_n = body.prompt_logprobs_last_n
-                core.scheduler.sample(Sampling(ticket, sampler, request, last_n))
+                last_n, targets = body.prompt_logprobs_last_n, body.target_prompt_logprobs
+                core.scheduler.sample(Sampling(ticket, sampler, request, last_n, targets))
         return ticket, [f"{ticket.request_id}:{index}" for index in range(body.num_samples)]
 
-    def run(self, batch: Sequence[Sampling]) -> None:
-        """Draw a batch; a request that cannot be drawn fails alone. On the compute thread."""
-        answers: dict[str, Any] = {}
-        requests = []
-        for item in batch:
-            try:
-                self._have(item.sampler)
-                requests.append(item.request)
-            except Exception as error:  # noqa: BLE001  (it is this request's answer)
-                answers[item.request.request_id] = error
+    def run(self, arriving: Callable[[], Sequence[Sampling]]) -> None:
+        """Draw what arrives, until nothing more does. On the compute thread.
+
+        A request that cannot be drawn fails alone. Raises what `arriving` raises.
+        """
+        unanswered: dict[str, Sampling] = {}
+
+        def more() -> list[SampleRequest]:
+            arrived = arriving()
+            if arrived:
+                self._held.make_room()
+            return [item.request for item in arrived if self._begin(item, unanswered)]
+
+        def finished(request_id: str, answer: SampleOutput | RequestError) -> None:
+            self._tell(unanswered.pop(request_id), answer)
+
+        failed: Exception | RequestError
+        failed = RequestError("the backend gave no answer", category="server")
         try:
-            answers |= self._core.backend.sample(requests) if requests else {}
+            self._core.backend.serve_samples(more, finished)
+        except Stopping:
+            raise
         except Exception as error:  # noqa: BLE001  (it is these requests' answer)
-            answers |= {request.request_id: error for request in requests}
-        self._core.loop.call_soon_threadsafe(self._settle, batch, answers)
+            failed = error
+        for item in unanswered.values():
+            self._tell(item, failed)
         self._held.make_room()
 
-    def _settle(self, batch: Sequence[Sampling], answers: dict[str, Any]) -> None:
-        missing = RequestError("the backend gave no answer", category="server")
-        for item in batch:
-            result = answers.get(item.request.request_id, missing)
-            self._core.settle(item.ticket, result, partial(_answer, last_n=item.last_n))
+    def _begin(self, item: Sampling, unanswered: dict[str, Sampling]) -> bool:
+        """Have a request's weights at hand; whether it can be drawn."""
+        session = item.ticket.session
+        try:
+            if session is not None and session.ended is not None:
+                raise UserError(
+                    Problem(f"session {session.id}", session.ended, "open a new ServiceClient")
+                )
+            self._have(item.sampler)
+        except Exception as error:  # noqa: BLE001  (it is this request's answer)
+            self._tell(item, error)
+            return False
+        unanswered[item.request.request_id] = item
+        return True
+
+    def _tell(self, item: Sampling, result: SampleOutput | RequestError | Exception) -> None:
+        encode = partial(_answer, item=item)
+        with suppress(RuntimeError):  # the loop is closed: the process ends, nobody waits
+            self._core.loop.call_soon_threadsafe(self._core.settle, item.ticket, result, encode)
 
     def _have(self, sampler: Sampler) -> None:
         """Make sure that the backend holds a sampler's weights."""
@@ -206,5 +232,5 @@ def _weights_id(uri: CheckpointUri, created: datetime) -> str:
     return f"{uri}@{created.isoformat()}"
 
 
-def _answer(output: SampleOutput, last_n: int | None) -> Answer:
-    return Answer(wire.sample_result(output, last_n), wire.PROTOBUF)
+def _answer(output: SampleOutput, item: Sampling) -> Answer:
+    return Answer(wire.sample_result(output, item.last_n, item.targets), wire.PROTOBUF)

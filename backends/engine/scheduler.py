@@ -3,7 +3,9 @@
 - A model's jobs run in the order of their numbers, whatever order they arrived in. A number that
   never comes holds its model up for a minute at most.
 - Lanes take turns: the one that got ready first goes first, and after each job goes to the back.
-- Samples that wait are handed over together, as one turn.
+- Samples that wait are one turn, however many they are, and those that come while it lasts join it.
+  Between their steps jobs that got ready have their turns: each lane one, and then the samples go
+  on for about as long as that took.
 - Nothing polls: the compute thread sleeps on a condition, and whoever waits for a result is told
   by a callback on the event loop.
 
@@ -28,10 +30,12 @@ log = logging.getLogger("flowtune.engine")
 T = TypeVar("T")
 
 LOST_NUMBER_SECONDS: Final = 60.0
-GATHER_SECONDS: Final = 0.002
-"""Samples that come closer together than this go in one batch…"""
-MOST_GATHER_SECONDS: Final = 0.010
-"""… but none waits longer than this for others."""
+MOST_SHARE_SECONDS: Final = 1.0
+"""Samples go on for no longer than this while jobs wait."""
+
+
+class Stopping(Exception):
+    """Ends a turn of samples: the engine stops, and nobody waits for them any more."""
 
 
 class PastTurn(ValueError):
@@ -72,11 +76,15 @@ class _Ready:
 
 
 class Scheduler(Generic[T]):
-    """Samples are of type T; `run_samples` computes a batch of them on the compute thread."""
+    """Samples are of type T; `run_samples` computes them on the compute thread.
+
+    It is given a function that it calls between its steps: those that have come since, if any. The
+    function raises Stopping when the rest is not wanted.
+    """
 
     def __init__(
         self,
-        run_samples: Callable[[Sequence[T]], None],
+        run_samples: Callable[[Callable[[], Sequence[T]]], None],
         *,
         lost_number_seconds: float = LOST_NUMBER_SECONDS,
     ) -> None:
@@ -87,7 +95,9 @@ class Scheduler(Generic[T]):
         self._changed = threading.Condition()
         self._ready: deque[_Ready] = deque()
         self._samples: list[T] = []
-        self._first_sample = self._last_sample = 0.0
+        self._sampling = False
+        """Whether samples are in line for their turn, or have it."""
+        self._share_until = 0.0
         self._sample_turn = _Ready(Job(run=lambda: None, done=lambda _: None))
         self._stopping = False
         self._preparing: set[asyncio.Task[None]] = set()
@@ -151,14 +161,10 @@ class Scheduler(Generic[T]):
         return await result
 
     def sample(self, item: T) -> None:
-        """Queue a sample for the next batch."""
-        now = time.monotonic()
+        """Queue a sample; it joins those that run."""
         with self._changed:
-            if not self._samples:
-                self._first_sample = now
-                self._ready.append(self._sample_turn)
-            self._last_sample = now
             self._samples.append(item)
+            self._line_up_samples()
             self._changed.notify()
 
     def stop(self) -> None:
@@ -238,45 +244,64 @@ class Scheduler(Generic[T]):
     def _compute(self) -> None:
         while (ready := self._take()) is not None:
             if ready is self._sample_turn:
-                self._compute_samples()
-                continue
-            try:
-                result = ready.job.run()
-            except BaseException as error:  # noqa: BLE001  (handed to whoever waits for the job)
-                result = error
-            following = self._next_of(ready.lane) if ready.lane is not None else None
-            self._tell(partial(ready.job.done, result))
-            if following is not None:
-                self._tell(following)
+                self._run_sample_turn()
+            else:
+                self._run_job(ready)
 
-    def _compute_samples(self) -> None:
-        with self._changed:
-            batch, self._samples = self._samples, []
+    def _run_job(self, ready: _Ready) -> None:
         try:
-            self._run_samples(batch)
+            result = ready.job.run()
+        except BaseException as error:  # noqa: BLE001  (handed to whoever waits for the job)
+            result = error
+        following = self._next_of(ready.lane) if ready.lane is not None else None
+        self._tell(partial(ready.job.done, result))
+        if following is not None:
+            self._tell(following)
+
+    def _run_sample_turn(self) -> None:
+        try:
+            self._run_samples(self._arrived)
+        except Stopping:
+            return
         except Exception:  # the thread has others to serve
-            log.exception("a batch of samples failed")
-
-    def _take(self) -> _Ready | None:
-        """The next turn, as soon as there is one; None when stopping."""
+            log.exception("a turn of samples failed")
         with self._changed:
-            while not self._stopping:
-                if not self._ready:
-                    self._changed.wait()
-                elif self._ready[0] is not self._sample_turn or (wait := self._gathering()) <= 0:
-                    return self._ready.popleft()
-                elif len(self._ready) > 1:
-                    self._ready.rotate(-1)
-                else:
-                    self._changed.wait(wait)
-        return None
+            self._sampling = False
+            self._line_up_samples()
 
-    def _gathering(self) -> float:
-        """How many more seconds to leave the samples to gather; 0 or less: none."""
-        return (
-            min(self._last_sample + GATHER_SECONDS, self._first_sample + MOST_GATHER_SECONDS)
-            - time.monotonic()
-        )
+    def _line_up_samples(self) -> None:
+        if self._samples and not self._sampling:
+            self._sampling = True
+            self._ready.append(self._sample_turn)
+
+    def _arrived(self) -> Sequence[T]:
+        """Between two steps of the samples: the jobs whose time has come, then new samples."""
+        if self._stopping:
+            raise Stopping
+        if self._ready and time.monotonic() >= self._share_until:
+            self._run_ready_jobs()
+        if not self._samples:
+            return ()
+        with self._changed:
+            arrived, self._samples = self._samples, []
+        return arrived
+
+    def _run_ready_jobs(self) -> None:
+        started = time.monotonic()
+        for _ in range(len(self._ready)):
+            ready = self._take(wait=False)
+            if ready is None:
+                break
+            self._run_job(ready)
+        now = time.monotonic()
+        self._share_until = now + min(now - started, MOST_SHARE_SECONDS)
+
+    def _take(self, *, wait: bool = True) -> _Ready | None:
+        """The next turn; None when stopping, or if there is none and `wait` is off."""
+        with self._changed:
+            while wait and not self._ready and not self._stopping:
+                self._changed.wait()
+            return self._ready.popleft() if self._ready and not self._stopping else None
 
     def _next_of(self, lane: _Lane) -> Callable[[], None] | None:
         """Free a lane after its job. Its next one gets in line at once if it needs no preparing.

@@ -7,7 +7,7 @@ micro-batch (padding left out), K target candidates a position, H hidden size.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -32,6 +32,7 @@ from backends.engine.records import (
     Capabilities,
     Datum,
     FloatArray,
+    IntArray,
     LoraConfig,
     OptimStepOutput,
     PassOutput,
@@ -123,6 +124,7 @@ class TorchBackend(AbstractBackend):
         """Free the model's adapter, optimizer and gradients. Samplers made from it stay."""
         self._base.forget(self._model(model_id).adapter)
         del self._models[model_id]
+        self._return_memory()
 
     def has_model(self, model_id: str) -> bool:
         """Whether the model is held here."""
@@ -156,6 +158,14 @@ class TorchBackend(AbstractBackend):
     def sample(self, batch: Sequence[SampleRequest]) -> dict[str, SampleOutput | RequestError]:
         """Draw from sampler weights; a sample depends on its request alone, not on the batch."""
         return self._sampler.sample(batch, self._samplers)
+
+    def serve_samples(
+        self,
+        arriving: Callable[[], Sequence[SampleRequest]],
+        finished: Callable[[str, SampleOutput | RequestError], None],
+    ) -> None:
+        """The same for requests that join while others run."""
+        self._sampler.serve(arriving, finished, self._samplers)
 
     def save_checkpoint(self, output_path: Path, model_id: str) -> None:
         """Write adapter (PEFT layout), optimizer and version into the folder; no pickles."""
@@ -196,6 +206,11 @@ class TorchBackend(AbstractBackend):
         if sampler_id not in self._samplers:
             raise ModelNotFound(sampler_id)
         self._base.forget(self._samplers.pop(sampler_id))
+        self._return_memory()
+
+    def _return_memory(self) -> None:
+        if self._base.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _model(self, model_id: str, version: int | None = None) -> TrainState:
         if model_id not in self._models:
@@ -226,7 +241,9 @@ class TorchBackend(AbstractBackend):
                     return RequestError(problem)
                 model.keep_pending()
             return output
-        except torch.OutOfMemoryError:
+        except (RuntimeError, MemoryError) as error:
+            if not _out_of_memory(error):
+                raise
             return RequestError(
                 "the device ran out of memory; send shorter sequences, or have the engine's "
                 "micro_batch_tokens lowered",
@@ -240,7 +257,7 @@ class TorchBackend(AbstractBackend):
         """Every micro-batch of the request in turn; gradients go to the model's pending ones."""
         loss = LOSSES[request.loss_fn]
         settings = loss.settings(request.loss_config)
-        groups = micro_batches([d.tokens.size for d in request.data], self._micro_batch_tokens)
+        groups = _groups(request.data, self._micro_batch_tokens)
         outputs: list[FloatArray | None] = [None] * len(request.data)
         loss_sum = 0.0
         for group in groups:
@@ -305,35 +322,43 @@ class _Packed:
     """The others."""
     targets: Tensor
     inputs: Mapping[str, Tensor]
-    shapes: tuple[tuple[int, int], ...]
-    """Per datum (N, K)."""
+    lengths: IntArray
+    """Per datum N."""
 
     def unpack(self, values: Tensor) -> list[FloatArray]:
         """[M, K] on the device to one [N, K] array a datum."""
         array = values.float().cpu().numpy()
-        ends = np.cumsum([n for n, _ in self.shapes])
-        return [
-            array[end - n : end, :k] for end, (n, k) in zip(ends.tolist(), self.shapes, strict=True)
-        ]
+        return np.split(array, np.cumsum(self.lengths)[:-1])
+
+
+def _groups(data: Sequence[Datum], budget: int) -> list[list[int]]:
+    """Micro-batches of indices. Datums of unlike K stay apart: all are laid out as the widest."""
+    by_width: dict[int, list[int]] = {}
+    for index, datum in enumerate(data):
+        width = datum.loss_inputs[TARGETS].size // datum.tokens.size
+        by_width.setdefault(width, []).append(index)
+    return [
+        [indices[place] for place in group]
+        for indices in by_width.values()
+        for group in micro_batches([data[index].tokens.size for index in indices], budget)
+    ]
 
 
 def _pack(data: Sequence[Datum], loss: Loss, device: torch.device) -> _Packed:
-    """Lay datums out as one micro-batch; narrower [N, K] are filled up with weight 0."""
+    """Lay datums of one K out as one micro-batch."""
     lengths = np.array([datum.tokens.size for datum in data])
     ids = np.zeros((len(data), lengths.max()), np.int64)
     real = np.arange(ids.shape[1]) < lengths[:, None]
     ids[real] = np.concatenate([datum.tokens for datum in data])
-    shapes = tuple(
-        (datum.tokens.size, datum.loss_inputs[TARGETS].size // datum.tokens.size) for datum in data
-    )
-    width = max(k for _, k in shapes)
+    width = data[0].loss_inputs[TARGETS].size // data[0].tokens.size
 
     def joined(name: str, dtype: type[np.generic], default: float = 0) -> Tensor:
-        out = np.zeros((sum(n for n, _ in shapes), width), dtype)
+        out = np.full((lengths.sum(), width), default, dtype)
         start = 0
-        for datum, (n, k) in zip(data, shapes, strict=True):
-            values = datum.loss_inputs.get(name)
-            out[start : start + n, :k] = default if values is None else values.reshape(n, k)
+        for datum in data:
+            n = datum.tokens.size
+            if (values := datum.loss_inputs.get(name)) is not None:
+                out[start : start + n] = values.reshape(n, width)
             start += n
         return torch.from_numpy(out).to(device)
 
@@ -349,20 +374,17 @@ def _pack(data: Sequence[Datum], loss: Loss, device: torch.device) -> _Packed:
         silent=heard.logical_not().nonzero()[:, 0],
         targets=targets,
         inputs=inputs,
-        shapes=shapes,
+        lengths=lengths,
     )
 
 
 def _check_adam(adam: AdamParams) -> None:
-    """Any finite learning rate and weight decay; the rest as torch.optim.AdamW, but eps above 0.
-
-    With eps 0 a matrix without a gradient would become NaN: A has none at the first step.
-    """
+    """Any finite learning rate and weight decay; the rest as torch.optim.AdamW has it."""
     rules = (
         ("learning_rate", math.isfinite(adam.learning_rate), "a finite number"),
         ("beta1", 0 <= adam.beta1 < 1, "a number from 0 to below 1"),
         ("beta2", 0 <= adam.beta2 < 1, "a number from 0 to below 1"),
-        ("eps", 0 < adam.eps < math.inf, "a finite number above 0"),
+        ("eps", 0 <= adam.eps < math.inf, "0 or a finite number above it"),
         ("weight_decay", math.isfinite(adam.weight_decay), "a finite number"),
         ("grad_clip_norm", 0 <= adam.grad_clip_norm < math.inf, "0 (off) or a finite norm"),
     )
@@ -373,6 +395,13 @@ def _check_adam(adam: AdamParams) -> None:
     ]
     if wrong:
         raise UserError(*wrong)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    """CUDA and Python have an exception for it; the CPU's allocator has only its words."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        "can't allocate memory" in str(error)
+    )
 
 
 def _not_finite(gradients: Tensor) -> str | None:

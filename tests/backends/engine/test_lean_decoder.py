@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -18,12 +19,12 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from backends.engine.decoder import Decoder, TransformersDecoder
 from backends.engine.lean_decoder import LeanDecoder
 from backends.engine.lora import Adapter, LoraSlot, TrainState, install_slots
 from backends.engine.records import LoraConfig
+from backends.engine.row_cache import ROW_BLOCK, RowCache
 
 SIZES: dict[str, Any] = {
     "vocab_size": 60,
@@ -121,47 +122,23 @@ def test_states_and_gradients_are_those_of_transformers(family: str, trained: st
     assert (scale > 0) == (trained != "nothing below the head")
 
 
-class Growing(CacheLayerMixin):  # type: ignore[misc]
-    """Keys and values one behind the other."""
-
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
-        super().__init__()
-        self.keys, self.values, self.is_initialized = keys, values, True
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **_: Any) -> tuple[Tensor, Tensor]:
-        self.keys = torch.cat([self.keys, keys], 2)
-        self.values = torch.cat([self.values, values], 2)
-        return self.keys, self.values
-
-    def lazy_initialization(self, keys: Tensor, values: Tensor) -> None:
-        """Nothing is lazy here."""
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.keys.shape[2] + query_length, 0
-
-    def get_seq_length(self) -> int:
-        return int(self.keys.shape[2])
-
-    def get_max_length(self) -> int:
-        return -1
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def test_decoding_goes_on_where_a_pass_would(family: str) -> None:
     *_, (decoder, slots) = both(FAMILIES[family])
     decoder.activate(adapter_of(slots, None), None)
-    ids = tokens(3, 12)
+    ids = tokens(ROW_BLOCK, 12)
     expected = decoder.hidden(ids)
     states, filled = decoder.prefill(ids[:, :8])
     torch.testing.assert_close(states, expected[:, :8])
-    cache = Cache(layers=[Growing(*pair) for pair in filled])
+    rows = torch.arange(ROW_BLOCK)
+    cache = RowCache(torch.device("cpu"), decoder.window)
+    cache.reserve(filled, ROW_BLOCK, 12)
+    cache.fill(filled, rows, rows)
     for place in range(8, 12):
-        near = torch.arange(place + 1) > place - (decoder.window or place + 1)
-        mask = {"full_attention": None, "sliding_attention": near.expand(3, 1, 1, -1)}
-        state = decoder.step(ids[:, place], torch.full((3,), place), mask, cache)
+        places = np.full(ROW_BLOCK, place)
+        cache.point_at(torch.from_numpy(places), places)
+        state = decoder.step(ids[:, place], cache)
         torch.testing.assert_close(state, expected[:, place], rtol=1e-5, atol=1e-5)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from backends.engine import scheduler
 from backends.engine.scheduler import Job, PastTurn, Scheduler
 
 
@@ -20,14 +23,29 @@ class Desk:
     def __init__(self, **options: Any) -> None:
         self.ran: list[Any] = []
         self.batches: list[list[Any]] = []
+        self.between: list[Callable[[], None]] = []
+        """What happens between the steps of the samples, one a step."""
         self.results: dict[Any, Any] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.scheduler: Scheduler[Any] = Scheduler(self._samples, **options)
 
-    def _samples(self, batch: Sequence[Any]) -> None:
+    def _samples(self, arriving: Callable[[], Sequence[Any]]) -> None:
+        """A sample is a number of steps, all of which are taken together; inf never ends."""
+        running: list[Any] = []
         self.gate.wait(5)
-        self.batches.append(list(batch))
+        while True:
+            if arrived := list(arriving()):
+                self.batches.append(arrived)
+                running += arrived
+            if not running:
+                return
+            if "bad" in running:
+                raise ValueError("a bad sample")
+            self.ran.append("step")
+            running = [steps - 1 for steps in running if steps > 1]
+            if self.between:
+                self.between.pop(0)()
 
     def job(self, name: Any, run: Callable[[], Any] | None = None, prepare: Any = None) -> Job:
         def work() -> Any:
@@ -123,21 +141,72 @@ async def test_waiting_samples_go_together_and_in_turn(desk: Desk) -> None:
     desk.gate.clear()
     desk.submit("a", 1)
     await asyncio.sleep(0.02)
-    for number in range(40):
-        desk.scheduler.sample(number)
+    for _ in range(40):
+        desk.scheduler.sample(1)
     desk.submit("a", 2)
     await asyncio.sleep(0.02)
     desk.gate.set()
-    await desk.until(lambda: ("a", 2) in desk.results)
-    await desk.until(lambda: desk.batches == [list(range(40))])
+    await desk.until(lambda: ("a", 2) in desk.results and bool(desk.batches))
+    assert desk.batches == [[1] * 40]
 
 
-async def test_samples_that_arrive_in_a_row_are_gathered(desk: Desk) -> None:
-    for number in range(5):
-        desk.scheduler.sample(number)
-        await asyncio.sleep(0.0005)
-    await desk.until(lambda: sum(map(len, desk.batches)) == 5)
-    assert len(desk.batches) < 5
+async def test_samples_join_those_that_run(desk: Desk) -> None:
+    def join(steps: int) -> Callable[[], None]:
+        return lambda: desk.scheduler.sample(steps)
+
+    desk.between = [join(2), lambda: None, join(1)]
+    desk.scheduler.sample(4)
+    await desk.until(lambda: len(desk.batches) == 3)
+    await desk.scheduler.call(lambda: None)
+    assert desk.batches == [[4], [2], [1]]
+    assert desk.ran == ["step"] * 4
+
+
+async def test_jobs_and_samples_share_the_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of the samples takes a second here, and each job as many as its number says."""
+    now = 100.0
+    monkeypatch.setattr(scheduler, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(scheduler, "MOST_SHARE_SECONDS", 4)
+
+    def take(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def job(name: str, seconds: float) -> Job:
+        return desk.job((name, seconds), run=lambda: take(seconds))
+
+    desk.gate.clear()
+    desk.scheduler.sample(20)
+    for seq, seconds in enumerate((2, 3, 9), start=1):
+        desk.scheduler.submit("a", seq, job("a", seconds))
+    desk.scheduler.submit("b", 1, job("b", 1))
+    desk.between = [partial(take, 1) for _ in range(20)]
+    desk.gate.set()
+    await desk.until(lambda: desk.ran.count("step") == 20)
+    turns = ["".join("s" if ran == "step" else f" {ran[0]}{ran[1]} " for ran in desk.ran)]
+    assert turns[0].split() == ["a2", "b1", "sss", "a3", "sss", "a9", "s" * 14]
+
+
+async def test_training_is_not_held_up_by_samples_without_end(desk: Desk) -> None:
+    desk.scheduler.sample(math.inf)
+    for seq in range(1, 20):
+        desk.submit("a", seq)
+    await desk.until(lambda: len(desk.results) == 19)
+
+
+async def test_stopping_ends_samples(desk: Desk) -> None:
+    desk.scheduler.sample(math.inf)
+    await desk.until(lambda: len(desk.ran) > 10)
+    desk.scheduler.stop()
+    assert await asyncio.to_thread(desk.scheduler.wait_stopped, 5)
+
+
+async def test_samples_that_fail_leave_the_thread_to_others(desk: Desk) -> None:
+    desk.scheduler.sample("bad")
+    await desk.until(lambda: bool(desk.batches))
+    desk.submit("a", 1)
+    desk.scheduler.sample(1)
+    await desk.until(lambda: ("a", 1) in desk.results and desk.batches == [["bad"], [1]])
 
 
 async def test_an_error_is_the_jobs_result_and_the_lane_goes_on(desk: Desk) -> None:
