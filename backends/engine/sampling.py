@@ -141,8 +141,8 @@ class Samplers:
             problem = "sampling_session_id: is missing; create a sampling session first"
             return core.refuse(core.ledger.ticket(None)[0], problem), []
         sampler = core.ledger.sampler(body.sampling_session_id)
-        key = ("sample", sampler.id, body.seq_id) if body.seq_id is not None else None
-        ticket, new = core.ledger.ticket(key)
+        number = body.seq_id if body.seq_id is not None else object()  # always a new one
+        ticket, new = core.ledger.ticket(("sample", sampler.id, number))
         if new:
             try:
                 request = body.record(

@@ -96,7 +96,11 @@ class TorchSampler:
                 adapter = samplers[request.sampler_id] if request.sampler_id is not None else None
                 if adapter not in running:
                     running[adapter] = _Batch(self._base, self._prefill_tokens)
-                running[adapter].add(request)
+                try:
+                    running[adapter].add(request)
+                except Exception as error:  # noqa: BLE001  (its own answer: others run here)
+                    what = RequestError(f"{type(error).__name__}: {error}", category="server")
+                    finished(request.request_id, what)
             if not running:
                 return
             adapter, batch = next(iter(running.items()))
@@ -135,8 +139,13 @@ class _Request:
     target_logprobs: FloatArray | None = None
     alternatives: tuple[IntArray | None, FloatArray | None] = (None, None)
 
-    def output(self) -> SampleOutput:
-        """The answer, once every sequence is there."""
+    def answer(self) -> Answer:
+        """What there is to tell once every sequence is there."""
+        if not all(np.isfinite(each.logprobs).all() for each in self.sequences.values()):
+            return RequestError(
+                "sampling_session_id: its weights give logprobs that are not finite; sample from "
+                "an earlier checkpoint, and lower the learning rate"
+            )
         return SampleOutput(
             sequences=tuple(self.sequences[index] for index in range(self.record.num_samples)),
             prompt_logprobs=self.prompt_logprobs,
@@ -326,7 +335,7 @@ class _Batch:
             request = row.request
             request.sequences[row.index] = sequence
             if len(request.sequences) == request.record.num_samples:
-                done.append((request.record.request_id, request.output()))
+                done.append((request.record.request_id, request.answer()))
         self._close_up()
         return done
 

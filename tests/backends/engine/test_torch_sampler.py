@@ -12,10 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from backend_contract import Reference, ask, ragged, sample_one, step, write_base_model
+from backend_contract import (
+    Reference,
+    ask,
+    ragged,
+    run,
+    sample_one,
+    step,
+    train,
+    write_base_model,
+)
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, Olmo2Config, Olmo2ForCausalLM, Qwen3Config
 
+from backends.engine import torch_sampler
 from backends.engine.drawing import StopRule
 from backends.engine.records import (
     AdamParams,
@@ -29,6 +39,7 @@ from backends.engine.records import (
 )
 from backends.engine.row_cache import ROW_BLOCK, RowCache
 from backends.engine.torch_backend import TorchBackend, TorchConfig
+from backends.engine.torch_model import FrozenModel
 from backends.engine.torch_sampler import padded
 
 TINY_QWEN3 = Path(__file__).parents[3] / "examples" / "models" / "tiny-qwen3"
@@ -595,3 +606,38 @@ def test_sampling_does_not_touch_the_global_random_state(backend: TorchBackend) 
     torch.manual_seed(1)
     sample_one(backend, ask(None, "random", 3))
     assert torch.equal(torch.rand(3), expected)
+
+
+def test_weights_that_are_not_finite_are_not_sampled_from(base_folder: Path) -> None:
+    backend = make(base_folder)
+    backend.create_model("m", LoraConfig(rank=2, seed=0))
+    train(backend, "m", seed=1, steps=1)
+    run(backend, "m", ragged(2))
+    step(backend, "m", AdamParams(learning_rate=1e38))
+    backend.save_sampler_checkpoint(None, "m", "s", persist=False)
+    asked = [ask("s", "a", request_id="bad"), ask(None, "a", request_id="good")]
+    answers = backend.sample(asked)
+    assert isinstance(answers["good"], SampleOutput)
+    bad = answers["bad"]
+    assert isinstance(bad, RequestError)
+    assert (bad.category, "not finite" in bad.message) == ("user", True)
+
+
+def test_a_request_that_cannot_be_begun_fails_alone(
+    base_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = make(base_folder)
+
+    def broken(params: SamplingParams, base: FrozenModel) -> StopRule:
+        if params.stop_strings:
+            raise RuntimeError("no such rule")
+        return StopRule(params, base)
+
+    monkeypatch.setattr(torch_sampler, "StopRule", broken)
+    asked = [
+        ask(None, "a", request_id="bad", stop_strings=("x",)),
+        ask(None, "a", request_id="good"),
+    ]
+    answers = backend.sample(asked)
+    assert isinstance(answers["good"], SampleOutput)
+    assert answers["bad"] == RequestError("RuntimeError: no such rule", category="server")
