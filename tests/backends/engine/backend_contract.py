@@ -938,6 +938,31 @@ class BackendContract:
         other = sample_one(backend, replace(request, params=replace(request.params, seed=10)))
         assert not all_same(alone.sequences, other.sequences)
 
+    def test_samples_that_arrive_meanwhile_are_served(
+        self, backend: AbstractBackend, trained: tuple[str, Path]
+    ) -> None:
+        """Each request that was given is answered once; a backend need not ask a second time."""
+        waiting = [
+            [ask(trained[0], "first", 2, "a", seed=1), ask(None, "other", 1, "b", seed=2)],
+            [ask(trained[0], "joins", 1, "c", seed=3), ask("nobody", "x", 1, "d")],
+        ]
+        given: dict[str, SampleRequest] = {}
+        answers: list[tuple[str, SampleOutput | RequestError]] = []
+
+        def arriving() -> list[SampleRequest]:
+            requests = waiting.pop(0) if waiting else []
+            given.update({request.request_id: request for request in requests})
+            return requests
+
+        backend.serve_samples(arriving, lambda *answer: answers.append(answer))
+        assert sorted(request_id for request_id, _ in answers) == sorted(given)
+        for request_id, answer in answers:
+            if isinstance(answer, RequestError):
+                assert (request_id, answer.category) == ("d", "server")
+                continue
+            expected = sample_one(backend, given[request_id])
+            assert all_same(expected.sequences, answer.sequences)
+
     def test_unseeded_samples_differ(
         self, backend: AbstractBackend, trained: tuple[str, Path]
     ) -> None:
