@@ -3,54 +3,61 @@
     <store>/<run_id>/
       run.json                 who, when, with which code and data; never changed
       experiment.yaml          as resolved, defaults filled in; can be run again
+      leases/000001.json       which process wrote the run, from when on
       metrics.jsonl            one row per step, counted done from 1
       evaluations.jsonl        one row per evaluation
       evaluations/<name>/step-000200.jsonl    its samples
       checkpoints/step-000200/                the files of a checkpoint, manifest.json last
+      cache/                   results that must not be computed twice
       report.md, report/*.png
       result.json              how the run ended; there once it did
 
 A checkpoint exists when its manifest does; a folder without one is a save that never ended, which
-readers do not see and the next save of that step writes over. JSON here is strict: NaN and the
-infinities become null. Nothing is pickled: a file of another kind than `KINDS_KEPT` is refused.
+readers do not see, the next save of that step writes over, and `collect_orphans` removes. JSON here
+is strict: NaN and the infinities become null. Nothing is pickled: a file of another kind than
+`KINDS_KEPT` is refused.
 
-All methods block (callers use `asyncio.to_thread`) and may be called from several threads. Errors
-are those of `objects`, and:
-
-    StoreError
-    ├── CheckpointConflict   a save of a step that is kept already with other contents
-    └── DamagedCheckpoint    a file of a checkpoint is missing or not what its manifest says
+Who writes a run holds its lease (`take_lease`); without one a `RunStore` only reads. All methods
+block (callers use `asyncio.to_thread`) and may be called from several threads. Errors are those of
+`objects` and `checkpoints`, and `LeaseLost`.
 """
 
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
-import math
-import numbers
 import platform
 import re
 import subprocess
-import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, is_dataclass
-from datetime import UTC, datetime
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Protocol
 
 import yaml
-from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from backends.errors import Problem, UserError
-from backends.storage.objects import AlreadyExists, NotFound, ObjectStore, StoreError, open_store
-
-KINDS_KEPT = frozenset(
-    {".safetensors", ".json", ".jsonl", ".md", ".txt", ".png", ".yaml", ".jinja"}
+from backends.storage.checkpoints import (
+    KINDS_KEPT,
+    CheckpointManifest,
+    Checkpoints,
+    Retention,
+    step_name,
+    steps_with_manifest,
 )
-"""Kinds of files a checkpoint may hold: data that can be read without running anything."""
+from backends.storage.documents import (
+    as_mapping,
+    encode_document,
+    encode_row,
+    read_json,
+    timestamp,
+)
+from backends.storage.lease import Lease
+from backends.storage.objects import AlreadyExists, NotFound, ObjectStore, StoreError, open_store
+from backends.storage.tables import Table
 
 PACKAGES_RECORDED = (
     "tinker",
@@ -65,17 +72,9 @@ PACKAGES_RECORDED = (
     "s3fs",
 )
 
-MANIFEST = "manifest.json"
+PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 
 RunStatus = Literal["completed", "failed", "cancelled", "unfinished"]
-
-
-class CheckpointConflict(StoreError):
-    """A checkpoint of that step is kept already, and it is another one."""
-
-
-class DamagedCheckpoint(StoreError):
-    """A file of a checkpoint is missing or differs from its manifest."""
 
 
 class Evaluation(Protocol):
@@ -105,32 +104,6 @@ class Evaluation(Protocol):
     def samples(self) -> Sequence[Any]:
         """Prompt, completion, expected answer and reward of each row."""
         ...
-
-
-class CheckpointFile(BaseModel):
-    """One file of a checkpoint, as it was when it was saved."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    path: str
-    size: int
-    sha256: str
-
-
-class CheckpointManifest(BaseModel):
-    """Everything needed to continue after `step` steps. `next_step` is the index, from 0."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    version: Literal[1] = 1
-    run_id: str
-    step: int
-    next_step: int
-    created: str
-    state_uri: str | None
-    algorithm_state: dict[str, JsonValue]
-    metrics: dict[str, JsonValue] | None
-    files: tuple[CheckpointFile, ...]
 
 
 class RunInfo(BaseModel):
@@ -168,11 +141,15 @@ class RunSummary:
 
 
 class RunStore:
-    """One run in the store. Making one touches nothing; `begin` or `open_existing` comes first."""
+    """One run in the store. Making one touches nothing; `begin` or `open_existing` comes first.
+
+    Methods that write raise LeaseLost, before they write, once another process has the lease, and
+    ValueError if `take_lease` was never called.
+    """
 
     def __init__(self, store_uri: str | Path, run_id: str) -> None:
         """Raises UserError for a run id that is no plain name, or a store of an unknown kind."""
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", run_id):
+        if not re.fullmatch(PLAIN_NAME, run_id):
             raise UserError(
                 Problem(
                     "run id",
@@ -182,10 +159,12 @@ class RunStore:
             )
         self.run_id = run_id
         self.objects: ObjectStore = open_store(store_uri)
-        self._metrics = _Table(
+        self._lease: Lease | None = None
+        self._checkpoints = Checkpoints(self.objects, run_id, self._check_lease)
+        self._metrics = Table(
             self.objects, self._key("metrics.jsonl"), lambda row: (int(row["step"]), "")
         )
-        self._evaluations = _Table(
+        self._evaluations = Table(
             self.objects,
             self._key("evaluations.jsonl"),
             lambda row: (int(row["step"]), str(row["name"])),
@@ -210,7 +189,7 @@ class RunStore:
         info = RunInfo(
             run_id=self.run_id,
             name=name,
-            created=_now(),
+            created=timestamp(),
             backend=backend,
             seed=seed,
             data_fingerprint=data_fingerprint,
@@ -222,7 +201,7 @@ class RunStore:
             packages={p: v for p in PACKAGES_RECORDED if (v := _version(p)) is not None},
         )
         try:
-            self.objects.create(self._key("run.json"), _document(info.model_dump()))
+            self.objects.create(self._key("run.json"), encode_document(info.model_dump()))
         except AlreadyExists:
             self.info()
             return False
@@ -242,6 +221,22 @@ class RunStore:
                 )
             )
         return store
+
+    def take_lease(self, flow_run_url: str | None = None) -> Lease:
+        """Become the one process that writes this run; whoever did so until now is shut out.
+
+        What the run holds may have changed until this moment, so read where to continue after it.
+        """
+        self._lease = Lease.take(self.objects, self.run_id, flow_run_url)
+        self._metrics.forget()
+        self._evaluations.forget()
+        return self._lease
+
+    def _check_lease(self) -> Lease:
+        if self._lease is None:
+            raise ValueError(f"run {self.run_id}: take_lease() comes before anything is written")
+        self._lease.check()
+        return self._lease
 
     def info(self) -> RunInfo:
         """What `begin` wrote down. Raises UserError if the folder is not a run's."""
@@ -267,7 +262,7 @@ class RunStore:
         text = yaml.safe_dump(
             dict(experiment), sort_keys=False, allow_unicode=True, default_flow_style=False
         )
-        self.objects.write(self._key("experiment.yaml"), text.encode())
+        self._write("experiment.yaml", text.encode())
 
     def read_experiment(self) -> dict[str, Any] | None:
         """The experiment that was kept, or None."""
@@ -281,21 +276,22 @@ class RunStore:
     def write_report(self, markdown: str, images: Mapping[str, bytes] | None = None) -> str:
         """Keep the report and its images (`report/<name>.png`); returns where it lies."""
         for name, data in (images or {}).items():
-            self.objects.write(self._key(f"report/{name.removesuffix('.png')}.png"), data)
-        self.objects.write(self._key("report.md"), markdown.encode())
+            self._write(f"report/{name.removesuffix('.png')}.png", data)
+        self._write("report.md", markdown.encode())
         return self.uri("report.md")
 
     def write_result(self, result: Mapping[str, Any]) -> str:
         """Keep how the run ended (with its `status`), in place of an earlier end."""
-        self.objects.write(self._key("result.json"), _document(result))
+        self._write("result.json", encode_document(result))
         return self.uri("result.json")
 
     def read_result(self) -> dict[str, Any] | None:
         """How the run ended, or None while it has not."""
-        return _read_json(self.objects, self._key("result.json"))
+        return read_json(self.objects, self._key("result.json"))
 
     def discard_result(self) -> None:
         """Forget that a run failed or was cancelled, because it goes on."""
+        self._check_lease()
         self.objects.delete(self._key("result.json"))
 
     # -- metrics and evaluations -----------------------------------------------------------------
@@ -311,7 +307,7 @@ class RunStore:
 
     def flush_metrics(self) -> None:
         """Write all rows as one object, if there are new ones."""
-        self._metrics.flush()
+        self._metrics.flush(self._check_lease)
 
     def metrics(self) -> list[dict[str, Any]]:
         """All rows so far, flushed or not, in the order of steps."""
@@ -322,9 +318,9 @@ class RunStore:
 
         Returns the samples' place.
         """
-        samples = f"evaluations/{result.name}/{_step_name(result.step)}.jsonl"
-        lines = [_line(_mapping(sample)) for sample in result.samples]
-        self.objects.write(self._key(samples), b"".join(lines))
+        samples = f"evaluations/{result.name}/{step_name(result.step)}.jsonl"
+        lines = [encode_row(as_mapping(sample)) for sample in result.samples]
+        self._write(samples, b"".join(lines))
         row = {
             "step": result.step,
             "name": result.name,
@@ -333,7 +329,7 @@ class RunStore:
             "samples": samples,
         }
         self._evaluations.put(row)
-        self._evaluations.flush()
+        self._evaluations.flush(self._check_lease)
         return self.uri(samples)
 
     def evaluations(self) -> list[dict[str, Any]]:
@@ -349,8 +345,8 @@ class RunStore:
         self._metrics.keep(lambda identity: identity[0] <= step)
         self._metrics.last = step
         self._evaluations.keep(lambda identity: identity[0] <= step)
-        self._metrics.flush()
-        self._evaluations.flush()
+        self._metrics.flush(self._check_lease)
+        self._evaluations.flush(self._check_lease)
 
     # -- checkpoints -----------------------------------------------------------------------------
 
@@ -368,120 +364,92 @@ class RunStore:
         same save: the first manifest is returned. Raises CheckpointConflict if they differ, and
         StoreError for a kind of file that is not kept (see `KINDS_KEPT`).
         """
-        files = _describe_files(folder)
-        row = self._metrics.get((step, ""))
-        manifest = CheckpointManifest(
-            run_id=self.run_id,
+        return self._checkpoints.save(
             step=step,
-            next_step=step,
-            created=_now(),
             state_uri=state_uri,
-            algorithm_state=_plain(algorithm_state),
-            metrics=row,
-            files=files,
+            algorithm_state=algorithm_state,
+            metrics=self._metrics.get((step, "")),
+            folder=folder,
         )
-        prefix = self._checkpoint_key(step)
-        if (kept := self._read_manifest(step)) is not None:
-            self._check_same_save(kept, manifest)
-        self.objects.upload([file.path for file in files], folder, prefix)
-        if kept is not None:
-            return kept  # its files were written again all the same: one may have been damaged
-        try:
-            self.objects.create(f"{prefix}/{MANIFEST}", _document(manifest.model_dump()))
-        except AlreadyExists:  # another writer's, or our own whose answer was lost
-            if (kept := self._read_manifest(step)) is not None:
-                self._check_same_save(kept, manifest)
-                return kept
-            raise
-        return manifest
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a checkpoint, rising; one listing, nothing read."""
-        keys = self.objects.keys(self._key("checkpoints"))
-        return _steps_with_manifest(key.removeprefix(f"{self.run_id}/") for key in keys)
+        return self._checkpoints.steps()
 
     def checkpoints(self) -> list[CheckpointManifest]:
         """All checkpoints, by step."""
-        manifests = (self._read_manifest(step) for step in self.checkpoint_steps())
-        return [manifest for manifest in manifests if manifest is not None]
+        return self._checkpoints.all()
 
     def latest_checkpoint(self) -> CheckpointManifest | None:
         """The checkpoint of the most steps, or None."""
-        for step in reversed(self.checkpoint_steps()):
-            if (manifest := self._read_manifest(step)) is not None:
-                return manifest
-        return None
+        return self._checkpoints.latest()
 
     def checkpoint_uri(self, manifest: CheckpointManifest) -> str:
         """Where the checkpoint's files lie."""
-        return self.objects.uri(self._checkpoint_key(manifest.step))
+        return self.objects.uri(self._checkpoints.key(manifest.step))
 
     def fetch_checkpoint(self, manifest: CheckpointManifest, folder: Path) -> None:
         """Copy the checkpoint's files into a folder and verify them.
 
         Raises DamagedCheckpoint, naming the file that is missing or not what the manifest says.
         """
-        prefix = self._checkpoint_key(manifest.step)
-        try:
-            self.objects.download([file.path for file in manifest.files], prefix, folder)
-        except NotFound as error:
-            raise DamagedCheckpoint(f"checkpoint {prefix} has lost a file: {error}") from error
-        self._verify(manifest, folder)
+        self._checkpoints.fetch(manifest, folder)
 
     def checkpoint_folder(self, manifest: CheckpointManifest) -> Path | None:
         """The checkpoint's verified files in place, for reading only; None if they lie elsewhere.
 
         Raises DamagedCheckpoint as `fetch_checkpoint` does.
         """
-        folder = self.objects.local_path(self._checkpoint_key(manifest.step))
-        if folder is not None:
-            self._verify(manifest, folder)
-        return folder
+        return self._checkpoints.folder(manifest)
 
-    def _check_same_save(self, kept: CheckpointManifest, again: CheckpointManifest) -> None:
-        before = {file.path: file for file in kept.files}
-        now = {file.path: file for file in again.files}
-        differing = sorted(path for path in before | now if before.get(path) != now.get(path)) + [
-            "the algorithm's state"
-        ] * (kept.algorithm_state != again.algorithm_state)
-        if differing:
-            raise CheckpointConflict(
-                f"{self.checkpoint_uri(kept)} is kept already (saved {kept.created}) and this save "
-                f"of step {kept.step} differs in {', '.join(differing)}. A replay must give the "
-                "same bits: continue on the machine and versions the run began with, delete that "
-                "checkpoint, or take another run id"
-            )
+    def expire(self, keep: Retention) -> list[CheckpointManifest]:
+        """Remove the checkpoints that need not be kept, manifest first; returns what they were.
 
-    def _verify(self, manifest: CheckpointManifest, folder: Path) -> None:
-        for file in manifest.files:
-            path = folder / file.path
-            address = self.objects.uri(f"{self._checkpoint_key(manifest.step)}/{file.path}")
-            if not path.is_file():
-                raise DamagedCheckpoint(f"{address} is missing")
-            if path.stat().st_size != file.size:
-                raise DamagedCheckpoint(
-                    f"{address} has {path.stat().st_size} bytes, its manifest says {file.size}"
-                )
-            if _sha256(path) != file.sha256:
-                raise DamagedCheckpoint(f"{address} is not what was saved: its sha256 differs")
+        The newest, from which the run continues, always stays. `keep_best` names an evaluation of
+        this run or else a column of its metrics; while no checkpoint has that, all of them stay.
+        """
+        self._check_lease()
+        metric = keep.keep_best.metric if keep.keep_best is not None else None
+        scores = {row["step"]: row["score"] for row in self.evaluations() if row["name"] == metric}
+        return self._checkpoints.expire(keep, scores)
 
-    def _read_manifest(self, step: int) -> CheckpointManifest | None:
-        key = f"{self._checkpoint_key(step)}/{MANIFEST}"
+    def collect_orphans(self) -> list[int]:
+        """Remove what died half-way before this lease was taken; returns the steps of the saves.
+
+        Those are folders of checkpoints without a manifest, and uploads that never ended. What is
+        newer than the lease, by the store's own clock, may still be on its way and stays.
+        """
+        lease = self._check_lease()
+        started = self.objects.modified(lease.key)[lease.key]
+        return self._checkpoints.collect_orphans(started)
+
+    # -- results that must not be computed twice -------------------------------------------------
+
+    def kept(self, name: str) -> bytes | None:
+        """What was kept under that name, or None."""
         try:
-            return CheckpointManifest.model_validate_json(self.objects.read(key))
+            return self.objects.read(self._key(_cache_name(name)))
         except NotFound:
             return None
-        except ValidationError as error:
-            raise DamagedCheckpoint(
-                f"{self.objects.uri(key)} is not a manifest this version of flowtune can read: "
-                f"{error.errors()[0]['msg']}"
-            ) from error
+
+    def keep(self, name: str, data: bytes) -> None:
+        """Keep a result under a plain name, such as `build_batch-<sha256>.safetensors`."""
+        self._write(_cache_name(name), data)
+
+    def _write(self, name: str, data: bytes) -> None:
+        self.objects.write(self._key(name), data, self._check_lease)
 
     def _key(self, name: str) -> str:
         return f"{self.run_id}/{name}"
 
-    def _checkpoint_key(self, step: int) -> str:
-        return self._key(f"checkpoints/{_step_name(step)}")
+
+def _cache_name(name: str) -> str:
+    if not re.fullmatch(PLAIN_NAME, name) or PurePosixPath(name).suffix not in KINDS_KEPT:
+        raise ValueError(
+            f"{name!r} cannot name a kept result: a plain name with one of the endings "
+            f"{', '.join(sorted(KINDS_KEPT))} can"
+        )
+    return f"cache/{name}"
 
 
 # -- all runs of a store -----------------------------------------------------------------------
@@ -506,7 +474,7 @@ def _summarize(objects: ObjectStore, run_id: str) -> RunSummary | None:
     except (StoreError, UserError, ValueError):  # a pydantic error is a ValueError
         return None
     keys = [key.removeprefix(f"{run_id}/") for key in objects.keys(run_id)]
-    result = _read_json(objects, f"{run_id}/result.json") if "result.json" in keys else None
+    result = read_json(objects, f"{run_id}/result.json") if "result.json" in keys else None
     statuses: dict[Any, RunStatus] = {
         "completed": "completed",
         "failed": "failed",
@@ -516,7 +484,7 @@ def _summarize(objects: ObjectStore, run_id: str) -> RunSummary | None:
         run_id=run_id,
         name=info.name,
         status=statuses.get((result or {}).get("status"), "unfinished"),
-        steps_done=max(_steps_with_manifest(keys), default=0),
+        steps_done=max(steps_with_manifest(keys), default=0),
         steps_total=info.total_steps,
         score=_last_score(objects, run_id) if "evaluations.jsonl" in keys else None,
         created=info.created,
@@ -531,188 +499,6 @@ def _last_score(objects: ObjectStore, run_id: str) -> float | None:
         return None if score is None else float(score)
     except (NotFound, ValueError, TypeError, KeyError, IndexError):
         return None
-
-
-# -- tables ------------------------------------------------------------------------------------
-
-Identity = tuple[int, str]
-"""A step, and what else tells a row from the others of that step."""
-
-
-class _Table:
-    """A JSON-lines object kept in memory: read when first needed, written whole, sorted.
-
-    Rows are held as encoded lines, so that a flush of many thousands only joins them.
-    """
-
-    def __init__(
-        self,
-        objects: ObjectStore,
-        key: str,
-        identify: Callable[[Mapping[str, Any]], Identity],
-    ) -> None:
-        self._objects = objects
-        self._key = key
-        self._identify = identify
-        self._lines: dict[Identity, bytes] | None = None
-        self._changed = False
-        self._memory = threading.RLock()
-        self._writing = threading.Lock()
-        self.last: int | None = None
-
-    def put(self, row: Mapping[str, Any]) -> None:
-        """Add a row, or put it in the place of the one it repeats."""
-        with self._memory:
-            self._loaded()[self._identify(row)] = _line(row)
-            self._changed = True
-
-    def add_next(self, row: Mapping[str, Any]) -> None:
-        """Add the row of the step after the last. Raises StoreError for any other."""
-        with self._memory:
-            if self.last is None:
-                self.last = max((step for step, _ in self._loaded()), default=0)
-            if row["step"] != self.last + 1:
-                raise StoreError(
-                    f"{self._objects.uri(self._key)}: a row of step {row['step']} cannot follow "
-                    f"that of step {self.last}"
-                )
-            self.put(row)
-            self.last += 1
-
-    def get(self, identity: Identity) -> dict[str, Any] | None:
-        """The row of that identity, or None."""
-        with self._memory:
-            line = self._loaded().get(identity)
-        return json.loads(line) if line is not None else None
-
-    def rows(self) -> list[dict[str, Any]]:
-        """All rows, sorted."""
-        with self._memory:
-            lines = self._loaded()
-            return [json.loads(lines[identity]) for identity in sorted(lines)]
-
-    def keep(self, wanted: Callable[[Identity], bool]) -> None:
-        """Drop the rows that are not wanted."""
-        with self._memory:
-            lines = self._loaded()
-            self._lines = {identity: line for identity, line in lines.items() if wanted(identity)}
-            self._changed |= len(self._lines) < len(lines)
-
-    def flush(self) -> None:
-        """Write the object if anything changed. A failed write is tried again at the next flush."""
-        with self._writing:
-            with self._memory:
-                if not self._changed:
-                    return
-                lines = self._loaded()
-                data = b"".join(lines[identity] for identity in sorted(lines))
-                self._changed = False
-            try:
-                self._objects.write(self._key, data)
-            except BaseException:
-                with self._memory:
-                    self._changed = True
-                raise
-
-    def _loaded(self) -> dict[Identity, bytes]:
-        if self._lines is None:
-            self._lines = {}
-            try:
-                data = self._objects.read(self._key)
-            except NotFound:
-                data = b""
-            for number, line in enumerate(data.splitlines(keepends=True), 1):
-                try:
-                    self._lines[self._identify(json.loads(line))] = line
-                except (ValueError, KeyError, TypeError) as error:
-                    self._lines = None
-                    address = self._objects.uri(self._key)
-                    raise StoreError(f"{address}, line {number}: not a row ({error})") from error
-        return self._lines
-
-
-# -- names, JSON, hashes -----------------------------------------------------------------------
-
-
-def _step_name(step: int) -> str:
-    return f"step-{step:06d}"
-
-
-def _steps_with_manifest(keys: Iterable[str]) -> list[int]:
-    """The steps of all manifests among the keys (relative to the run)."""
-    found = (re.fullmatch(rf"checkpoints/step-(\d+)/{MANIFEST}", key) for key in keys)
-    return sorted(int(match[1]) for match in found if match)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds")
-
-
-def _plain(value: Any) -> Any:
-    """The value as strict JSON has it: NaN and infinities as None, numpy's numbers as Python's."""
-    match value:
-        case None | bool() | str():
-            return value
-        case Mapping():
-            return {str(key): _plain(item) for key, item in value.items()}
-        case list() | tuple():
-            return [_plain(item) for item in value]
-        case Path():
-            return str(value)
-        case numbers.Integral():
-            return int(value)
-        case numbers.Real():
-            return float(value) if math.isfinite(value) else None
-        case _:
-            raise TypeError(f"a {type(value).__name__} cannot be kept as JSON: {value!r:.100}")
-
-
-def _document(value: Mapping[str, Any]) -> bytes:
-    """A JSON object as people read it; keys stay in the order they were given."""
-    return _encoded(json.dumps(_plain(value), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _line(row: Mapping[str, Any]) -> bytes:
-    """A row of JSON lines; keys stay in the order they were given."""
-    return _encoded(json.dumps(_plain(row), ensure_ascii=False, allow_nan=False))
-
-
-def _encoded(text: str) -> bytes:
-    try:
-        return f"{text}\n".encode()
-    except UnicodeEncodeError:  # half a surrogate pair, which only JSON's escapes can hold
-        return f"{json.dumps(json.loads(text))}\n".encode()
-
-
-def _mapping(sample: Any) -> Mapping[str, Any]:
-    return asdict(sample) if is_dataclass(sample) and not isinstance(sample, type) else sample
-
-
-def _read_json(objects: ObjectStore, key: str) -> dict[str, Any] | None:
-    """A JSON object; None if it is not there or someone broke it."""
-    try:
-        loaded = json.loads(objects.read(key))
-    except (NotFound, ValueError):
-        return None
-    return loaded if isinstance(loaded, dict) else None
-
-
-def _describe_files(folder: Path) -> tuple[CheckpointFile, ...]:
-    files = []
-    for path in sorted(path for path in folder.rglob("*") if not path.is_dir()):
-        name = path.relative_to(folder).as_posix()
-        if PurePosixPath(name).suffix not in KINDS_KEPT or name == MANIFEST:
-            raise StoreError(
-                f"{name} is not kept in a checkpoint: only {', '.join(sorted(KINDS_KEPT))} are, "
-                f"and {MANIFEST} is the store's own"
-            )
-        files.append(CheckpointFile(path=name, size=path.stat().st_size, sha256=_sha256(path)))
-    return tuple(files)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _version(package: str) -> str | None:

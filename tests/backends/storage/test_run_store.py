@@ -2,84 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import random
-import signal
-import subprocess
 import sys
-import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import yaml
 
 from backends.errors import UserError
-from backends.storage.objects import AlreadyExists, StoreError, open_store
-from backends.storage.run_store import (
-    KINDS_KEPT,
-    CheckpointConflict,
-    CheckpointManifest,
-    DamagedCheckpoint,
-    RunInfo,
-    RunStore,
-    list_runs,
-)
-
-RUN = "run-1"
-STATE = {"epoch": 1, "step_in_epoch": 2, "shuffle": [3, 1, 2]}
-
-
-@dataclass(frozen=True)
-class Sample:
-    prompt: str
-    completion: str
-    expected: str
-    reward: float
-
-
-@dataclass(frozen=True)
-class Scored:
-    name: str
-    step: int
-    score: float
-    metrics: dict[str, float] = field(default_factory=dict)
-    samples: list[Any] = field(default_factory=list)
-
-
-def begun(store_uri: str, run_id: str = RUN, **changes: Any) -> RunStore:
-    store = RunStore(store_uri, run_id)
-    options = {"name": "sft", "backend": "embedded", "seed": 7, "total_steps": 4}
-    assert store.begin(**{**options, **changes})
-    return store
-
-
-def adapter(folder: Path, content: bytes = b"weights") -> Path:
-    """A folder of checkpoint files."""
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(content)
-    (folder / "adapter_config.json").write_text("{}")
-    (folder / "tokenizer").mkdir()
-    (folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages }}")
-    return folder
-
-
-def train(store: RunStore, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        store.append_metrics({"step": step, "loss": 1 / step, "time/step": time.monotonic()})
-    store.flush_metrics()
-
-
-def save(store: RunStore, step: int, folder: Path, **changes: Any) -> CheckpointManifest:
-    options = {"state_uri": f"tinker://x/weights/{step}", "algorithm_state": STATE}
-    return store.save_checkpoint(step=step, folder=folder, **{**options, **changes})
-
+from backends.storage.objects import Look, StoreError, open_store
+from backends.storage.run_store import RunInfo, RunStore, list_runs
+from tests.backends.storage.runs import RUN, Sample, Scored, adapter, begun, save, taken, train
 
 # -- the layout ----------------------------------------------------------------------------------
 
@@ -100,6 +37,7 @@ def test_a_run_lies_where_a_person_looks_for_it(store_uri: str, tmp_path: Path) 
         "run-1/evaluations.jsonl",
         "run-1/evaluations/heldout/step-000002.jsonl",
         "run-1/experiment.yaml",
+        "run-1/leases/000001.json",
         "run-1/metrics.jsonl",
         "run-1/report.md",
         "run-1/report/loss.png",
@@ -121,7 +59,7 @@ def test_everything_comes_back_in_another_process_of_the_run(
     first.write_evaluation(Scored("heldout", 3, 0.5, {"tokens": 9.0}))
     first.write_result({"status": "cancelled", "metrics": {"loss": 0.5}})
 
-    again = RunStore.open_existing(store_uri, RUN)
+    again = taken(store_uri)
     assert again.info() == first.info()
     assert again.info().data_fingerprint == "abc"
     assert again.read_experiment() == experiment
@@ -269,7 +207,7 @@ def test_a_replay_leaves_one_row_per_step(store_uri: str) -> None:
     for step in (0, 2, 4):
         first.write_evaluation(Scored("heldout", step, step / 10))
 
-    again = RunStore.open_existing(store_uri, RUN)
+    again = taken(store_uri)
     again.rewind(2)
     assert [row["step"] for row in again.metrics()] == [1, 2]
     assert [row["step"] for row in again.evaluations()] == [0, 2]
@@ -286,7 +224,7 @@ def test_a_replay_leaves_one_row_per_step(store_uri: str) -> None:
 def test_rows_go_on_after_a_rewind_even_if_someone_removed_the_file(tmp_path: Path) -> None:
     train(begun(str(tmp_path)), 1, 3)
     (tmp_path / RUN / "metrics.jsonl").unlink()
-    again = RunStore(tmp_path, RUN)
+    again = taken(tmp_path)
     again.rewind(2)
     train(again, 3, 4)
     assert [row["step"] for row in again.metrics()] == [3, 4]
@@ -294,7 +232,7 @@ def test_rows_go_on_after_a_rewind_even_if_someone_removed_the_file(tmp_path: Pa
 
 def test_a_store_that_was_not_rewound_goes_on_from_the_rows_that_are_there(tmp_path: Path) -> None:
     train(begun(str(tmp_path)), 1, 2)
-    train(RunStore(tmp_path, RUN), 3, 3)
+    train(taken(tmp_path), 3, 3)
     assert [row["step"] for row in RunStore(tmp_path, RUN).metrics()] == [1, 2, 3]
 
 
@@ -312,7 +250,7 @@ def test_a_flush_that_failed_is_made_good_by_the_next(
     store = begun(str(tmp_path))
     store.append_metrics({"step": 1})
 
-    def away(key: str, data: bytes) -> None:
+    def away(key: str, data: bytes, look: Look) -> None:
         raise OSError("away")
 
     with monkeypatch.context() as patch:
@@ -361,227 +299,25 @@ def test_evaluations_are_kept_with_their_samples(tmp_path: Path) -> None:
     assert rows[1]["samples"] == "evaluations/heldout/step-000020.jsonl"
 
 
-# -- checkpoints ---------------------------------------------------------------------------------
+# -- results that must not be computed twice -----------------------------------------------------
 
 
-def test_a_checkpoint_round_trips_with_all_that_a_resume_needs(
-    store_uri: str, tmp_path: Path
-) -> None:
+def test_a_kept_result_comes_back_in_another_process(store_uri: str) -> None:
     store = begun(store_uri)
-    train(store, 1, 4)
-    for step in (2, 4):
-        save(store, step, adapter(tmp_path / f"save-{step}", b"w" * step))
-
-    manifest = RunStore(store_uri, RUN).latest_checkpoint()
-    assert manifest is not None
-    assert (manifest.run_id, manifest.step, manifest.next_step) == (RUN, 4, 4)
-    assert manifest.state_uri == "tinker://x/weights/4"
-    assert manifest.algorithm_state == STATE
-    assert manifest.metrics == store.metrics()[3]
-    assert [file.path for file in manifest.files] == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-        "tokenizer/chat_template.jinja",
-    ]
-    assert manifest.files[1].size == 4
-    assert manifest.files[1].sha256 == hashlib.sha256(b"wwww").hexdigest()
-    assert [m.step for m in store.checkpoints()] == store.checkpoint_steps() == [2, 4]
-    store.fetch_checkpoint(manifest, tmp_path / "back")
-    assert (tmp_path / "back" / "adapter_model.safetensors").read_bytes() == b"wwww"
-    assert (tmp_path / "back" / "tokenizer" / "chat_template.jinja").is_file()
-    assert not (tmp_path / "back" / "manifest.json").exists()
+    name = f"build_batch-{'0' * 64}.safetensors"
+    assert store.kept(name) is None
+    store.keep(name, b"first")
+    store.keep(name, b"again")
+    assert taken(store_uri).kept(name) == b"again"
+    assert f"{RUN}/cache/{name}" in store.objects.keys(RUN)
 
 
-def test_steps_are_ordered_by_number_beyond_six_digits(tmp_path: Path) -> None:
-    store = begun(str(tmp_path))
-    folder = adapter(tmp_path / "a")
-    for step in (999_999, 1_000_000):
-        save(store, step, folder)
-    latest = store.latest_checkpoint()
-    assert latest is not None
-    assert latest.step == 1_000_000
-
-
-def test_a_checkpoint_in_a_folder_is_used_in_place(tmp_path: Path) -> None:
-    store = begun(str(tmp_path))
-    manifest = save(store, 2, adapter(tmp_path / "a"))
-    folder = store.checkpoint_folder(manifest)
-    assert folder == tmp_path / RUN / "checkpoints" / "step-000002"
-    assert str(folder) == store.checkpoint_uri(manifest)
-    memory = begun(f"memory://{uuid.uuid4().hex}")
-    assert memory.checkpoint_folder(save(memory, 2, tmp_path / "a")) is None
-
-
-def test_a_save_that_died_before_its_manifest_is_not_a_checkpoint(
-    store_uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    store = begun(store_uri)
-    save(store, 2, adapter(tmp_path / "a", b"good"))
-
-    def die(key: str, data: bytes) -> None:
-        raise KeyboardInterrupt
-
-    dying = RunStore(store_uri, RUN)
-    monkeypatch.setattr(dying.objects, "create", die)
-    with pytest.raises(KeyboardInterrupt):
-        save(dying, 4, adapter(tmp_path / "b", b"a torn save of other bits"))
-    left = [key for key in store.objects.keys(RUN) if "step-000004" in key]
-    assert len(left) == 3
-
-    again = RunStore(store_uri, RUN)
-    assert again.checkpoint_steps() == [2]
-    latest = again.latest_checkpoint()
-    assert latest is not None
-    assert latest.step == 2
-    manifest = save(again, 4, adapter(tmp_path / "c", b"whole"))
-    again.fetch_checkpoint(manifest, tmp_path / "back")
-    assert (tmp_path / "back" / "adapter_model.safetensors").read_bytes() == b"whole"
-
-
-def test_saving_the_same_bits_again_is_the_same_save(store_uri: str, tmp_path: Path) -> None:
-    store = begun(store_uri)
-    folder = adapter(tmp_path / "a")
-    first = save(store, 2, folder)
-    store.objects.write(f"{RUN}/checkpoints/step-000002/adapter_model.safetensors", b"damaged")
-    assert save(store, 2, folder, state_uri="tinker://another/session") == first
-    assert store.latest_checkpoint() == first
-    store.fetch_checkpoint(first, tmp_path / "healed")
-
-
-def test_saving_other_bits_under_a_step_that_is_kept_is_a_conflict(
-    store_uri: str, tmp_path: Path
-) -> None:
-    store = begun(store_uri)
-    first = save(store, 2, adapter(tmp_path / "a"))
-    with pytest.raises(CheckpointConflict, match=r"step-000002.*differs in adapter_model\.safet"):
-        save(store, 2, adapter(tmp_path / "b", b"other"))
-    with pytest.raises(CheckpointConflict, match="differs in the algorithm's state"):
-        save(store, 2, tmp_path / "a", algorithm_state={})
-    assert store.latest_checkpoint() == first
-    store.fetch_checkpoint(first, tmp_path / "back")
-
-
-def test_of_two_saves_at_once_one_is_kept_and_the_other_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ours, theirs = begun(str(tmp_path)), RunStore(tmp_path, RUN)
-    create = ours.objects.create
-    folder = adapter(tmp_path / "a")
-
-    def come_second(key: str, data: bytes) -> None:
-        kept.append(save(theirs, 2, folder))
-        create(key, data)
-
-    kept: list[CheckpointManifest] = []
-    monkeypatch.setattr(ours.objects, "create", come_second)
-    assert save(ours, 2, folder) == kept[0]
-
-    def vanish(key: str, data: bytes) -> None:
-        raise AlreadyExists(key)
-
-    monkeypatch.setattr(ours.objects, "create", vanish)
-    with pytest.raises(AlreadyExists):
-        save(ours, 3, folder)
-
-
-@pytest.mark.parametrize("name", ["optimizer.pt", "model.bin", "state.pkl", "x.npy", "noending"])
-def test_kinds_of_files_that_can_hold_code_are_refused(tmp_path: Path, name: str) -> None:
-    store = begun(str(tmp_path / "store"))
-    folder = adapter(tmp_path / "a")
-    (folder / name).write_bytes(b"")
-    with pytest.raises(StoreError, match=rf"{name} is not kept in a checkpoint: only .*\.json"):
-        save(store, 2, folder)
-    assert store.objects.keys(RUN) == [f"{RUN}/run.json"]
-    assert ".safetensors" in KINDS_KEPT
-
-
-def test_a_checkpoint_whose_server_keeps_the_files_has_none(store_uri: str, tmp_path: Path) -> None:
-    store = begun(store_uri)
-    (tmp_path / "empty").mkdir()
-    manifest = save(store, 2, tmp_path / "empty")
-    assert manifest.files == ()
-    assert store.latest_checkpoint() == manifest
-    store.fetch_checkpoint(manifest, tmp_path / "empty")
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (None, "adapter_model.safetensors"),
-        (b"short", "has 5 bytes, its manifest says 7"),
-        (b"WEIGHTS", "is not what was saved"),
-    ],
-)
-def test_damage_is_found_and_the_file_named(
-    store_uri: str, tmp_path: Path, damage: bytes | None, message: str
-) -> None:
-    store = begun(store_uri)
-    manifest = save(store, 2, adapter(tmp_path / "a"))
-    key = f"{RUN}/checkpoints/step-000002/adapter_model.safetensors"
-    if damage is None:
-        store.objects.delete(key)
-    else:
-        store.objects.write(key, damage)
-    with pytest.raises(
-        DamagedCheckpoint, match=rf"adapter_model\.safetensors.*{message}|{message}"
-    ):
-        store.fetch_checkpoint(manifest, tmp_path / "back")
-    if store.objects.local_path(key) is not None:
-        with pytest.raises(DamagedCheckpoint, match=r"adapter_model\.safetensors"):
-            store.checkpoint_folder(manifest)
-
-
-def test_a_manifest_of_a_later_version_is_refused(tmp_path: Path) -> None:
-    store = begun(str(tmp_path))
-    save(store, 2, adapter(tmp_path / "a"))
-    path = tmp_path / RUN / "checkpoints" / "step-000002" / "manifest.json"
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
-    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not a manifest this version"):
-        store.latest_checkpoint()
-
-
-SAVE_FOREVER = """
-import sys, pathlib
-from backends.storage.run_store import RunStore
-store = RunStore(sys.argv[1], "run-1")
-store.begin(name="sft", backend="mock", seed=0)
-latest = store.latest_checkpoint()
-start = latest.step if latest else 0
-store.rewind(start)
-folder = pathlib.Path(sys.argv[2])
-print("ready", flush=True)
-for step in range(start + 1, 10**6):
-    (folder / "adapter_model.safetensors").write_bytes(b"%d" % step * 200_000)
-    store.append_metrics({"step": step, "loss": 1 / step})
-    store.flush_metrics()
-    store.save_checkpoint(step=step, state_uri=None, algorithm_state={}, folder=folder)
-"""
-
-
-def test_killed_at_any_moment_a_run_leaves_only_whole_things(tmp_path: Path) -> None:
-    seed = 11
-    moments = random.Random(seed)
-    store_uri, folder = str(tmp_path / "store"), tmp_path / "files"
-    folder.mkdir()
-    reached = 0
-    for _ in range(4):
-        command = [sys.executable, "-c", SAVE_FOREVER, store_uri, str(folder)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
-            assert writer.stdout is not None
-            assert writer.stdout.readline() == b"ready\n"
-            time.sleep(moments.uniform(0.05, 0.3))
-            writer.send_signal(signal.SIGKILL)
-        store = RunStore(store_uri, RUN)
-        manifests = store.checkpoints()
-        for manifest in manifests:
-            assert store.checkpoint_folder(manifest), f"seed {seed}"
-        steps = [manifest.step for manifest in manifests]
-        assert steps == list(range(1, len(steps) + 1)), f"seed {seed}"
-        rows = [row["step"] for row in store.metrics()]
-        assert rows == list(range(1, len(rows) + 1)), f"seed {seed}"
-        assert len(rows) >= len(steps) >= reached
-        reached = len(steps)
-    assert reached > 4
+@pytest.mark.parametrize("name", ["a/b.json", "../a.json", ".json", "a.pkl", "a", "a b.json"])
+def test_a_kept_result_has_a_plain_name_and_no_code_in_it(tmp_path: Path, name: str) -> None:
+    store = begun(tmp_path)
+    for call in (lambda: store.keep(name, b""), lambda: store.kept(name)):
+        with pytest.raises(ValueError, match="cannot name a kept result"):
+            call()
 
 
 # -- all runs of a store -------------------------------------------------------------------------

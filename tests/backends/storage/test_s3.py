@@ -13,15 +13,9 @@ from pathlib import Path
 import pytest
 
 from backends.errors import TransientError, UserError
-from backends.storage import objects as module
-from backends.storage.objects import (
-    PART_BYTES,
-    AlreadyExists,
-    NotFound,
-    S3Store,
-    StoreError,
-    open_store,
-)
+from backends.storage import s3 as module
+from backends.storage.objects import AlreadyExists, NotFound, StoreError, open_store
+from backends.storage.s3 import PART_BYTES, S3Store
 from tests.servers.swift import S3Server, client
 
 
@@ -128,7 +122,10 @@ def test_a_service_that_lets_two_create_is_refused(
     assert open_store(s3_uri).keys() == []
 
 
-def test_a_service_that_goes_away_is_transient_and_found_again(aws: S3Server, s3_uri: str) -> None:
+def test_a_service_that_goes_away_is_transient_and_found_again(
+    aws: S3Server, s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
     store = open_store(s3_uri)
     store.write("run/a", b"one")
     aws.stop()
@@ -201,6 +198,7 @@ def test_a_service_that_stands_still_is_not_waited_for_for_ever(
 def test_codes_of_s3_mean_what_the_module_promises(
     s3_uri: str, monkeypatch: pytest.MonkeyPatch, code: str, meaning: type[Exception]
 ) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 0.0)
     store = open_store(s3_uri)
     monkeypatch.setattr(store._fs, "pipe_file", _answering(code))
     with pytest.raises(meaning) as raised:
