@@ -53,13 +53,17 @@ class RunContext:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: final scalars, named artifacts (paths or URIs), and the error if any."""
+    """How a run ended: final scalars, named artifacts (paths or URIs), and the error if any.
+
+    `recoveries` counts how often its last process went back to a checkpoint by itself.
+    """
 
     run_id: str
     status: Literal["completed", "failed", "cancelled"]
     metrics: dict[str, float] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
     error: str | None = None
+    recoveries: int = 0
 
 
 class Algorithm(Protocol):

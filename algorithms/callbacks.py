@@ -41,5 +41,8 @@ class Callback:
     def on_save(self, step: int, uri: str) -> None:
         """The checkpoint after `step` is complete in the run's store."""
 
+    def on_notice(self, words: str) -> None:
+        """Something that a person who watches should know: a recovery, a stop, a wait."""
+
     def on_end(self, result: RunResult) -> None:
         """The run is over, whatever way it ended."""

@@ -6,10 +6,13 @@ An evaluation is prepared once (prompts to tokens) and then run against any samp
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from algorithms.data.dataset import (
@@ -70,7 +73,7 @@ class Question:
     expected: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PreparedEvaluation:
     """An evaluation that is ready to run."""
 
@@ -87,6 +90,13 @@ class PreparedEvaluation:
         at_mark = self.spec.every is not None and steps_done % self.spec.every == 0
         return at_mark or steps_done == total_steps
 
+    @cached_property
+    def fingerprint(self) -> str:
+        """sha256 of what decides the score of given weights: settings, rows and their tokens."""
+        settings = self.spec.model_dump(mode="json", exclude={"every", "before"})
+        rows = [(question.tokens, question.row) for question in self.questions]
+        return hashlib.sha256(json.dumps([settings, rows], sort_keys=True).encode()).hexdigest()
+
 
 def prepare(spec: EvaluationSpec, tokenizer: Tokenizer) -> PreparedEvaluation:
     """Read the rows and render their prompts. Raises UserError naming each bad row."""
@@ -101,9 +111,10 @@ def prepare(spec: EvaluationSpec, tokenizer: Tokenizer) -> PreparedEvaluation:
                 problems.extend(error.problems)
     if problems:
         raise UserError(*shorten(problems))
-    return PreparedEvaluation(
-        spec, questions, spec.verifier.build(), tokenizer, stop_tokens(tokenizer)
-    )
+    verifier, stop = spec.verifier.build(), stop_tokens(tokenizer)
+    prepared = PreparedEvaluation(spec, questions, verifier, tokenizer, stop)
+    _ = prepared.fingerprint  # made here, where nothing waits for it
+    return prepared
 
 
 def evaluation_problems(spec: EvaluationSpec, dataset: Dataset) -> list[Problem]:

@@ -25,6 +25,7 @@ from algorithms.sections import OneOf, Section, with_params
 from backends.base import BackendKind, BackendParams, ModelSpec
 from backends.errors import UserError
 from backends.registry import BACKENDS, Row
+from backends.storage.checkpoints import Retention
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -155,6 +156,12 @@ class Orchestration(Section):
         description="operation: one for each batch, step, save and evaluation; segment: one for "
         "the steps between two checkpoints; auto: operations up to 1,500 task runs.",
     )
+    max_recoveries: int = Field(
+        3,
+        ge=0,
+        description="How often the run goes back to its last checkpoint by itself, when the engine "
+        "is lost or the model's state is in doubt, before it fails.",
+    )
 
 
 def _default_backend(data: dict[str, Any]) -> Any:
@@ -184,7 +191,11 @@ class Experiment(Section):
         default_factory=list, description="Scores on held-out rows, each with its own cadence."
     )
     orchestration: Orchestration = Field(
-        default_factory=Orchestration, description="How the run is cut into task runs."
+        default_factory=Orchestration,
+        description="How the run is cut into task runs, and how often it recovers by itself.",
+    )
+    checkpoints: Retention = Field(
+        default_factory=Retention, description="Which checkpoints stay when newer ones come."
     )
     callbacks: list[CallbackField] = Field(
         default_factory=list, description="What else watches the run."

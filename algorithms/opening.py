@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from algorithms.base import BaseAlgorithm, RunContext
-from algorithms.callbacks import RunPlan
+from algorithms.callbacks import Callback, RunPlan
 from algorithms.data.dataset import Dataset, load_dataset
-from algorithms.evaluators import prepare
+from algorithms.evaluators import PreparedEvaluation, prepare
 from algorithms.experiment import Experiment
+from algorithms.kept import LINEAGE, Kept, Lineage, made_by
 from algorithms.run import LiveRun
 from backends.base import Backend, SavedState
 from backends.errors import Problem, UserError
+from backends.storage.checkpoints import CheckpointManifest
 from backends.storage.objects import open_store
-from backends.storage.run_store import CheckpointManifest, RunStore
+from backends.storage.run_store import RunStore
 
-MAY_CHANGE = {"callbacks", "orchestration", "store", "tags"}
+MAY_CHANGE = {"callbacks", "checkpoints", "orchestration", "store", "tags"}
 """Fields that do not decide what is trained, so a run may be continued under other ones."""
 
 
@@ -27,19 +30,50 @@ async def open_live_run(
 ) -> LiveRun:
     """A run that is ready to train, new or from its last checkpoint.
 
-    Nothing is written before everything a user can get wrong has been looked at. Raises UserError
-    when the experiment or its data is not the one that the run was started with.
+    Nothing is written before everything a user can get wrong has been looked at; then the run is
+    this process's to write, and another one that still does is shut out. Raises UserError when the
+    experiment or its data is not the one that the run was started with.
     """
     dataset = await asyncio.to_thread(load_dataset, experiment.data)
-    manifest = await asyncio.to_thread(_resume_point, store, experiment, dataset)
+    while True:
+        manifest = await asyncio.to_thread(_resume_point, store, experiment, dataset)
+        backend = await _open_backend(experiment, store, manifest)
+        try:
+            context = await _context(experiment, store, dataset, backend)
+            evaluations = {
+                spec.name: await asyncio.to_thread(prepare, spec, context.tokenizer)
+                for spec in experiment.evaluations
+            }
+            callbacks = [section.build() for section in experiment.callbacks]
+            run = await _set_up(context, store, manifest, evaluations, callbacks, flow_run_url)
+            if await asyncio.to_thread(_begin, run):
+                return run
+        except BaseException:
+            await backend.aclose()
+            raise
+        await backend.aclose()
+
+
+async def reopen_live_run(run: LiveRun) -> LiveRun:
+    """The same run from its last checkpoint, on a new backend; the old one is closed already.
+
+    Rows, evaluations and callbacks are those that were there. Raises LeaseLost if the run is
+    another process's by now.
+    """
+    experiment, store = run.context.config, run.store
+    manifest = await asyncio.to_thread(store.latest_checkpoint)
     backend = await _open_backend(experiment, store, manifest)
     try:
-        run = await _set_up(experiment, store, dataset, backend, manifest, flow_run_url)
-        await asyncio.to_thread(_begin, run, experiment, dataset)
+        context = await _context(experiment, store, run.context.dataset, backend)
+        again = await _set_up(
+            context, store, manifest, run.evaluations, run.callbacks, run.plan.flow_run_url
+        )
+        await asyncio.to_thread(store.rewind, again.plan.first_step)
+        await asyncio.to_thread(again.kept.look)
     except BaseException:
         await backend.aclose()
         raise
-    return run
+    return again
 
 
 def check_continues(store: RunStore, experiment: Experiment) -> bool:
@@ -94,18 +128,27 @@ def _changed(run_id: str, field: str, before: Any, now: Any) -> Problem:
     )
 
 
-def _begin(run: LiveRun, experiment: Experiment, dataset: Dataset) -> None:
-    run.store.begin(
+def _begin(run: LiveRun) -> bool:
+    """Take the run over; False if its last writer went on while this process was getting ready."""
+    experiment, store = run.context.config, run.store
+    store.begin(
         name=experiment.name,
         backend=experiment.backend.kind,
         seed=experiment.seed,
-        data_fingerprint=dataset.fingerprint,
+        data_fingerprint=run.context.dataset.fingerprint,
         total_steps=run.plan.total_steps,
         flow_run_url=run.plan.flow_run_url,
     )
-    run.store.write_experiment(experiment.model_dump(mode="json"))
-    run.store.discard_result()
-    run.store.rewind(run.plan.first_step)
+    store.take_lease(run.plan.flow_run_url)
+    last = store.latest_checkpoint()
+    if last is not None and last.next_step != run.plan.first_step:
+        return False
+    store.write_experiment(experiment.model_dump(mode="json"))
+    store.discard_result()
+    store.collect_orphans()
+    store.rewind(run.plan.first_step)
+    run.kept.look()
+    return True
 
 
 async def _open_backend(
@@ -155,24 +198,33 @@ def _first_weights(source: str, temporary: Path) -> SavedState | None:
     return SavedState(uri=None, folder=temporary, optimizer=False)
 
 
+async def _context(
+    experiment: Experiment, store: RunStore, dataset: Dataset, backend: Backend
+) -> RunContext:
+    tokenizer = await asyncio.to_thread(backend.get_tokenizer)
+    return RunContext(store.run_id, store.uri(), experiment, dataset, backend, tokenizer)
+
+
 async def _set_up(
-    experiment: Experiment,
+    context: RunContext,
     store: RunStore,
-    dataset: Dataset,
-    backend: Backend,
     manifest: CheckpointManifest | None,
+    evaluations: Mapping[str, PreparedEvaluation],
+    callbacks: list[Callback],
     flow_run_url: str | None,
 ) -> LiveRun:
+    experiment = context.config
     algorithm = experiment.algorithm.build()
     if not isinstance(algorithm, BaseAlgorithm):
         raise TypeError(f"{experiment.algorithm.kind!r} does not build on BaseAlgorithm")
-    tokenizer = await asyncio.to_thread(backend.get_tokenizer)
-    context = RunContext(store.run_id, store.uri(), experiment, dataset, backend, tokenizer)
-    await algorithm.setup(context, backend)
+    await algorithm.setup(context, context.backend)
     first_step = 0
+    state: dict[str, Any] = {}
     if manifest is not None:
-        first_step = manifest.next_step
-        algorithm.load_state_dict(manifest.algorithm_state)
+        first_step, state = manifest.next_step, dict(manifest.algorithm_state)
+    lineage = _lineage(context, algorithm, first_step, state.pop(LINEAGE, None))
+    if manifest is not None:
+        algorithm.load_state_dict(state)
     plan = RunPlan(
         run_id=store.run_id,
         run_uri=store.uri(),
@@ -181,9 +233,15 @@ async def _set_up(
         save_steps=tuple(algorithm.save_steps()),
         flow_run_url=flow_run_url,
     )
-    evaluations = {
-        spec.name: await asyncio.to_thread(prepare, spec, tokenizer)
-        for spec in experiment.evaluations
-    }
-    callbacks = [section.build() for section in experiment.callbacks]
-    return LiveRun(store.run_id, store, backend, algorithm, evaluations, plan, callbacks)
+    kept = Kept(store, lineage)
+    retention = experiment.checkpoints
+    return LiveRun(context, store, algorithm, evaluations, plan, kept, retention, callbacks)
+
+
+def _lineage(context: RunContext, algorithm: BaseAlgorithm, first_step: int, saved: Any) -> Lineage:
+    """Which weights the run trains: those it has always trained, while its code is the same."""
+    document = context.config.model_dump(mode="json", exclude=MAY_CHANGE)
+    now = made_by(document, context.dataset.fingerprint, algorithm)
+    if saved is None:
+        return Lineage.begin(now)
+    return Lineage(**saved).go_on(now, first_step)

@@ -1,10 +1,10 @@
 """One live run: its operations, and the pipelined loop that drives them.
 
 The loop keeps the backend's queue full: the next batch is built, and for off-policy algorithms the
-next step submitted, while a step runs. Requests reach the backend in the order of the recipe
-(forward_backward, optim_step, then the save and the snapshots that belong to that step), whatever
-order the coroutines that carry them start in. Knows nothing of Prefect; `tasks` wraps each
-operation in a task.
+next step submitted, while a step runs; saves and evaluations go on beside later steps. Requests
+reach the backend in the order of the recipe (forward_backward, optim_step, then the save and the
+snapshots that belong to that step), whatever order the coroutines that carry them start in. Knows
+nothing of Prefect; `tasks` wraps each operation in a task.
 
 Steps are indexed from 0; a checkpoint, a metrics row and an evaluation carry the number of steps
 *done*, so step index i gives row i + 1.
@@ -16,19 +16,23 @@ import asyncio
 import logging
 import tempfile
 import time
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections import deque
+from collections.abc import Awaitable, Coroutine, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from algorithms.base import BaseAlgorithm, RunResult, TrainingBatch
+from algorithms.base import BaseAlgorithm, RunContext, RunResult, TrainingBatch
+from algorithms.beside import Beside, first_error, to_the_end
 from algorithms.callbacks import Callback, RunPlan
-from algorithms.evaluators import PreparedEvaluation, evaluate
+from algorithms.evaluators import EvaluationResult, PreparedEvaluation, evaluate
+from algorithms.kept import LINEAGE, Kept
+from algorithms.turns import Place, Turns
 from backends.base import Backend
-from backends.errors import StateLostError
-from backends.storage.run_store import CheckpointManifest, RunStore
+from backends.errors import FlowtuneError
+from backends.storage.checkpoints import CheckpointManifest, Retention
+from backends.storage.lease import LeaseLost
+from backends.storage.run_store import RunStore
 
 if TYPE_CHECKING:
     from backends.base import ForwardBackwardResult
@@ -38,42 +42,11 @@ STEPS_IN_FLIGHT = 2
 
 METRICS_FLUSH_SECONDS = 5.0
 
-T = TypeVar("T")
-
 logger = logging.getLogger(__name__)
 
 
-class Turn:
-    """A place in the order of submissions. Entered, it waits until every earlier one has left."""
-
-    def __init__(self, before: asyncio.Future[None]) -> None:
-        self._before = before
-        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-    async def __aenter__(self) -> None:
-        await asyncio.shield(self._before)
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        tb: TracebackType | None,
-    ) -> None:
-        if error is None:
-            self.release()
-        else:
-            self.refuse()
-
-    def release(self) -> None:
-        """Let the next one in."""
-        if not self.done.done():
-            self.done.set_result(None)
-
-    def refuse(self) -> None:
-        """Keep the later ones out: what they were to follow never reached the backend."""
-        if not self.done.done():
-            self.done.set_exception(StateLostError("an earlier operation was never submitted"))
-            self.done.exception()  # seen: nobody has to come after it
+class RunStopped(FlowtuneError):
+    """The run was asked to stop, and has come to a step that it can go on from."""
 
 
 @dataclass(frozen=True)
@@ -108,63 +81,76 @@ class Operations(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class PendingSave:
+    """A save from its start until its manifest: the algorithm's state then, and the step's row."""
+
+    algorithm_state: Mapping[str, Any]
+    recorded: asyncio.Event = field(default_factory=asyncio.Event)
+
+
 @dataclass
 class LiveRun:
     """The live objects of a run and the plain operations on them."""
 
-    run_id: str
+    context: RunContext
     store: RunStore
-    backend: Backend
     algorithm: BaseAlgorithm
     evaluations: Mapping[str, PreparedEvaluation]
     plan: RunPlan
+    kept: Kept
+    retention: Retention = field(default_factory=Retention)
     callbacks: list[Callback] = field(default_factory=list)
+    recoveries: int = 0
+    beside: Beside = field(default_factory=Beside)
+    backend: Backend = field(init=False)
     _batches: dict[int, BuiltBatch] = field(default_factory=dict)
-    _turns: dict[tuple[str, int], Turn] = field(default_factory=dict)
-    _submitted: dict[tuple[str, int], Awaitable[Any]] = field(default_factory=dict)
-    _recorded: dict[int, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
-    _unwritten: dict[tuple[str, int], asyncio.Event] = field(default_factory=dict)
+    _turns: Turns = field(default_factory=Turns)
+    _saves: dict[int, PendingSave] = field(default_factory=dict)
+    _unwritten: dict[Place, asyncio.Event] = field(default_factory=dict)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _sampler_uri: str | None = None
-    _last_turn: asyncio.Future[None] | None = None
     _flushed: float = field(default_factory=time.monotonic)
     _step_ended: float = field(default_factory=time.monotonic)
 
-    # -- order ---------------------------------------------------------------------------------
+    def __post_init__(self) -> None:
+        self.backend = self.context.backend
 
-    def reserve(self, operation: str, step: int) -> Turn:
-        """The next place in the backend's queue, to be taken up by that operation."""
-        if self._last_turn is None:
-            self._last_turn = asyncio.get_running_loop().create_future()
-            self._last_turn.set_result(None)
-        turn = Turn(self._last_turn)
-        self._last_turn = turn.done
-        self._turns[operation, step] = turn
-        return turn
-
-    async def _in_turn(
-        self, operation: str, step: int, submit: Callable[[], Awaitable[T]]
-    ) -> Awaitable[T]:
-        """Submit in the operation's turn, and once: a retried task waits for the same request."""
-        key = (operation, step)
-        if key not in self._submitted:
-            async with self._turns.pop(key):
-                self._submitted[key] = submit()
-        return self._submitted[key]
+    @property
+    def run_id(self) -> str:
+        """The name of the run, and of its folder."""
+        return self.context.run_id
 
     # -- operations ----------------------------------------------------------------------------
 
     async def build_batch(self, step: int) -> Mapping[str, float]:
-        """Build the batch of a step and hold it until the step is recorded."""
+        """Build the batch of a step and hold it until the step is recorded.
+
+        One that is sampled from the weights is kept before anything is trained on it, and a replay
+        takes the kept one.
+        """
         started = time.monotonic()
-        batch = await self.algorithm.build_batch(step)
+        if self.algorithm.on_policy:
+            batch = await self._kept_batch(step)
+        else:
+            batch = await self.algorithm.build_batch(step)
         self._batches[step] = BuiltBatch(batch, time.monotonic() - started)
         return {"datums": float(len(batch.data)), **batch.metrics}
+
+    async def _kept_batch(self, step: int) -> TrainingBatch:
+        batch = None
+        if self.kept.has_batch(step):
+            batch = await asyncio.to_thread(self.kept.read_batch, step)
+        if batch is None:
+            batch = await self.algorithm.build_batch(step)
+            await asyncio.to_thread(self.kept.keep_batch, step, batch)
+        return batch
 
     async def forward_backward(self, step: int) -> Mapping[str, float]:
         """Submit the batch in its turn and wait for the result."""
         current = self._batches[step]
-        result = await self._in_turn(
-            "forward_backward", step, lambda: self._submit_batch(current.batch)
+        result = await self._turns.submit(
+            ("forward_backward", step), lambda: self._submit_batch(current.batch)
         )
         return self.algorithm.step_metrics(step, current.batch, await result)
 
@@ -178,19 +164,21 @@ class LiveRun:
     async def optim_step(self, step: int) -> Mapping[str, float]:
         """Submit the optimizer step right behind its gradients and wait for the result."""
         adam = self.algorithm.adam_params(step)
-        result = await self._in_turn(
-            "optim_step", step, lambda: self.backend.optim_step_async(adam)
+        result = await self._turns.submit(
+            ("optim_step", step), lambda: self.backend.optim_step_async(adam)
         )
         return (await result).metrics or {}
 
     async def save(self, steps_done: int) -> str:
         """Save right behind the step's optimizer step, then publish files and manifest.
 
-        The manifest waits for the step's row and for every evaluation up to it: a run that goes on
-        from here could not catch up on them.
+        The manifest waits for the step's row, for every evaluation up to it and for the checkpoints
+        before it: a run that goes on from here could not catch up on them.
         """
         name = f"step-{steps_done:06d}"
-        saved = await self._in_turn("save", steps_done, lambda: self.backend.save_full_state(name))
+        saved = await self._turns.submit(
+            ("save", steps_done), lambda: self.backend.save_full_state(name)
+        )
         uri = await saved
         with tempfile.TemporaryDirectory(prefix="flowtune-") as temporary:
             folder = Path(temporary)
@@ -199,102 +187,175 @@ class LiveRun:
                 # Nothing follows the last step, so these are its weights; a server that keeps its
                 # files to itself samples only from weights that were saved for that.
                 self._sampler_uri = await self.backend.save_for_sampler(name)
-            await self._recorded[steps_done].wait()
-            for written in list(self._unwritten.values()):
+            await self._saves[steps_done].recorded.wait()
+            for written in self._written_before(steps_done):
                 await written.wait()
-            manifest = await asyncio.to_thread(self._publish, steps_done, uri, folder)
+            publishing = asyncio.to_thread(self._publish, steps_done, uri, folder)
+            manifest = await to_the_end(publishing)
+        del self._saves[steps_done]
+        self._written("save", steps_done)
         address = self.store.checkpoint_uri(manifest)
         self.tell("on_save", steps_done, address)
         return address
 
     async def evaluate(self, name: str, steps_done: int) -> float:
-        """Score the weights as they are behind everything submitted so far; the mean reward."""
-        snapshot = await self._in_turn(
-            f"evaluate/{name}", steps_done, self.backend.snapshot_sampling_client
-        )
-        result = await evaluate(self.evaluations[name], await snapshot, steps_done)
+        """Score the weights as they are behind everything submitted so far; the mean reward.
+
+        An evaluation of the same weights with the same settings is taken from the store.
+        """
+        prepared, place = self.evaluations[name], (f"evaluate/{name}", steps_done)
+        result = None
+        if self.kept.has_evaluation(prepared, steps_done):
+            result = await asyncio.to_thread(self.kept.read_evaluation, prepared, steps_done)
+        if result is None:
+            result = await self._score(prepared, place)
+        else:
+            await self._turns.skip(place)
         await asyncio.to_thread(self.store.write_evaluation, result)
-        self._unwritten.pop((name, steps_done)).set()
+        self._written(*place)
         self.tell("on_evaluation", result)
         return result.score
+
+    async def _score(self, prepared: PreparedEvaluation, place: Place) -> EvaluationResult:
+        snapshot = await self._turns.submit(place, self.backend.snapshot_sampling_client)
+        result = await evaluate(prepared, await snapshot, place[1])
+        await asyncio.to_thread(self.kept.keep_evaluation, prepared, result)
+        return result
 
     # -- the loop ------------------------------------------------------------------------------
 
     async def run_segment(self, operations: Operations, start: int, stop: int) -> None:
-        """Steps `start` to `stop`, the checkpoint after them, and the evaluations on the way.
+        """Steps `start` to `stop`; their evaluations and the save after them go on beside.
 
-        The first error ends the segment: what is under way is cancelled, and that error raised.
+        Ends when the last step is recorded. The first error, of a step or of what is beside, ends
+        the segment: its steps under way are cancelled, and that error is raised. A run that is to
+        stop saves after the step it has come to, and RunStopped is raised once that is safe.
         """
         self._step_ended = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
+                watching = group.create_task(self.beside.failure())
                 if start == 0:
-                    self._submit_evaluations(group, operations, 0)
-                await self._run_steps(group, operations, start, stop)
+                    self._start_evaluations(operations, 0)
+                done = await self._run_steps(group, operations, start, stop)
+                if self._stopping.is_set() and done < stop:
+                    await self._stop(operations, start, done)
+                watching.cancel()
         except BaseExceptionGroup as errors:
-            first = errors.exceptions[0]
+            first = first_error(errors)
             raise first from first.__cause__
+
+    async def settle(self) -> None:
+        """Wait until all that goes on beside the steps is done and safe; raises its first error."""
+        await self.beside.settle()
+
+    def stop(self) -> None:
+        """Ask the run to stop after the steps under way."""
+        self._stopping.set()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether the run was asked to stop."""
+        return self._stopping.is_set()
 
     async def _run_steps(
         self, group: asyncio.TaskGroup, operations: Operations, start: int, stop: int
-    ) -> None:
+    ) -> int:
+        """Train from `start` until `stop`, or until the run is to stop; returns the steps done."""
         most = 1 if self.algorithm.on_policy else STEPS_IN_FLIGHT
         in_flight: deque[tuple[int, list[asyncio.Task[Any]]]] = deque()
+        done = start
         building = group.create_task(operations.build_batch(start))
         for step in range(start, stop):
-            await building
-            in_flight.append((step, self._submit_step(group, operations, step, stop)))
-            if step + 1 < stop and not self.algorithm.on_policy:
-                building = group.create_task(operations.build_batch(step + 1))
+            await self.beside.room()
+            if not await self._unless_stopping(building):
+                building.cancel()
+                break
+            done = step + 1
+            in_flight.append((step, self._submit_step(group, operations, step)))
+            if done == stop:
+                self._start_save(operations, done)
+            self._start_evaluations(operations, done)
+            if done < stop and not self.algorithm.on_policy:
+                building = group.create_task(operations.build_batch(done))
             while len(in_flight) >= most:
                 await self._finish_step(*in_flight.popleft())
-            if step + 1 < stop and self.algorithm.on_policy:
-                building = group.create_task(operations.build_batch(step + 1))
+            if done < stop and self.algorithm.on_policy:
+                building = group.create_task(operations.build_batch(done))
         while in_flight:
             await self._finish_step(*in_flight.popleft())
         await asyncio.to_thread(self.store.flush_metrics)
+        return done
+
+    async def _unless_stopping(self, building: asyncio.Task[Any]) -> bool:
+        """Wait for a batch; False if the run is to stop instead."""
+        asked = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait({building, asked}, return_when=asyncio.FIRST_COMPLETED)
+        asked.cancel()
+        if self.stopping:
+            return False
+        building.result()
+        return True
+
+    async def _stop(self, operations: Operations, start: int, done: int) -> None:
+        if done > start:
+            self._start_save(operations, done)
+            self._saves[done].recorded.set()  # its row was there before the save was thought of
+        await self.beside.settle()
+        raise RunStopped(f"the run was stopped after {done} of {self.plan.total_steps} steps")
 
     def _submit_step(
-        self, group: asyncio.TaskGroup, operations: Operations, step: int, stop: int
+        self, group: asyncio.TaskGroup, operations: Operations, step: int
     ) -> list[asyncio.Task[Any]]:
-        done = step + 1
-        tasks = [
-            self._submit(group, "forward_backward", step, operations.forward_backward(step)),
-            self._submit(group, "optim_step", step, operations.optim_step(step)),
-        ]
-        if done == stop:
-            self._submit(group, "save", done, operations.save(done))
-        self._submit_evaluations(group, operations, done)
+        tasks = []
+        works = {
+            "forward_backward": operations.forward_backward(step),
+            "optim_step": operations.optim_step(step),
+        }
+        for operation, work in works.items():
+            place = (operation, step)
+            self._turns.reserve(place)
+            tasks.append(group.create_task(work))
+            self._give_up_its_place_in_the_end(tasks[-1], place)
         return tasks
 
-    def _submit_evaluations(
-        self, group: asyncio.TaskGroup, operations: Operations, steps_done: int
-    ) -> None:
+    def _start_save(self, operations: Operations, steps_done: int) -> None:
+        state = self.algorithm.state_dict(steps_done)
+        self._saves[steps_done] = PendingSave(state | {LINEAGE: asdict(self.kept.lineage)})
+        self._start_beside(("save", steps_done), operations.save(steps_done))
+
+    def _start_evaluations(self, operations: Operations, steps_done: int) -> None:
         for name, prepared in self.evaluations.items():
             if prepared.is_due(steps_done, self.plan.total_steps):
-                self._unwritten[name, steps_done] = asyncio.Event()
-                work = operations.evaluate(name, steps_done)
-                self._submit(group, f"evaluate/{name}", steps_done, work)
+                place = (f"evaluate/{name}", steps_done)
+                self._start_beside(place, operations.evaluate(name, steps_done))
 
-    def _submit(
-        self, group: asyncio.TaskGroup, operation: str, step: int, work: Coroutine[Any, Any, Any]
-    ) -> asyncio.Task[Any]:
-        turn = self.reserve(operation, step)
-        task = group.create_task(work)
+    def _start_beside(self, place: Place, work: Coroutine[Any, Any, Any]) -> None:
+        self._unwritten[place] = asyncio.Event()
+        self._turns.reserve(place)
+        task = self.beside.start(place[1], work)
+        self._give_up_its_place_in_the_end(task, place)
 
-        def ended(_: asyncio.Task[Any]) -> None:
-            # One that ended before its turn must not keep the others waiting for ever.
-            turn.refuse()
-            self._submitted.pop((operation, step), None)
+    def _give_up_its_place_in_the_end(self, task: asyncio.Task[Any], place: Place) -> None:
+        task.add_done_callback(lambda _: self._turns.over(place))
 
-        task.add_done_callback(ended)
-        return task
+    def _written_before(self, steps_done: int) -> list[asyncio.Event]:
+        """What is not in the store yet and comes before the manifest of so many steps."""
+        return [
+            written
+            for (what, step), written in self._unwritten.items()
+            if step < steps_done or (step == steps_done and what != "save")
+        ]
+
+    def _written(self, what: str, steps_done: int) -> None:
+        self._unwritten.pop((what, steps_done)).set()
 
     async def _finish_step(self, step: int, tasks: list[asyncio.Task[Any]]) -> None:
         metrics, optim_metrics = await asyncio.gather(*tasks)
         row = self._row(step, self._batches.pop(step), metrics, optim_metrics)
         self.store.append_metrics(row)
-        self._recorded[step + 1].set()
+        if (save := self._saves.get(step + 1)) is not None:
+            save.recorded.set()
         self.tell("on_step", row)
         if time.monotonic() - self._flushed > METRICS_FLUSH_SECONDS:
             self._flushed = time.monotonic()
@@ -329,12 +390,12 @@ class LiveRun:
 
     def _publish(self, steps_done: int, uri: str, folder: Path) -> CheckpointManifest:
         self.store.flush_metrics()
-        return self.store.save_checkpoint(
-            step=steps_done,
-            state_uri=uri,
-            algorithm_state=self.algorithm.state_dict(steps_done),
-            folder=folder,
+        state = self._saves[steps_done].algorithm_state
+        manifest = self.store.save_checkpoint(
+            step=steps_done, state_uri=uri, algorithm_state=state, folder=folder
         )
+        self.store.expire(self.retention)
+        return manifest
 
     def finish(self) -> RunResult:
         """Write `result.json`, the last object of a run."""
@@ -347,19 +408,24 @@ class LiveRun:
                 artifacts["state"] = last.state_uri
         if self._sampler_uri is not None:
             artifacts["sampler"] = self._sampler_uri
-        result = RunResult(self.run_id, "completed", self._final_metrics(), artifacts)
+        result = RunResult(
+            self.run_id, "completed", self._final_metrics(), artifacts, recoveries=self.recoveries
+        )
         self.store.write_result(asdict(result))
         return result
 
     def fail(self, error: BaseException) -> RunResult:
         """Write down that the run stopped short, and why; it can still be continued."""
-        stopped = not isinstance(error, Exception)  # asked to stop, by whatever signal
+        # What is no Exception is a signal, or a cancellation of the task that the run is in.
+        stopped = isinstance(error, RunStopped) or not isinstance(error, Exception)
         status: Literal["cancelled", "failed"] = "cancelled" if stopped else "failed"
         why = str(error) or type(error).__name__
-        result = RunResult(self.run_id, status, {}, {"run": self.store.uri()}, why)
+        artifacts = {"run": self.store.uri()}
+        result = RunResult(self.run_id, status, {}, artifacts, why, self.recoveries)
         self.tell("on_end", result)
-        self.store.flush_metrics()
-        self.store.write_result(asdict(result))
+        if not isinstance(error, LeaseLost):  # then all of this is the other process's
+            self.store.flush_metrics()
+            self.store.write_result(asdict(result))
         return result
 
     def _final_metrics(self) -> dict[str, float]:

@@ -38,6 +38,9 @@ T = TypeVar("T")
 
 REACH_SECONDS = 10.0
 
+SNAPSHOT_TTL_SECONDS = 7 * 24 * 3600
+"""How long a server keeps a named snapshot that was made to sample from."""
+
 
 class TinkerParams(BackendParams):
     """A server that speaks the Tinker protocol: the hosted service, SkyRL, a `flowtune engine`."""
@@ -75,10 +78,12 @@ def house_error(error: Exception) -> FlowtuneError:
         )
     if isinstance(error, sdk.BillingError | sdk.RateLimitError):
         return TransientError(f"the server does not take requests at the moment: {error}")
-    if isinstance(error, sdk.NotFoundError):
+    if isinstance(error, sdk.APIStatusError) and error.status_code in (404, 410):
         return StateLostError(f"the server no longer knows the model or session: {error}")
     if isinstance(error, sdk.APIStatusError) and error.status_code < 500:
         return UserError(Problem("backend", f"the server refused a request: {error}"))
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
+        return house_error(error.__cause__)  # a poisoned client: what poisoned it says more
     return StateLostError(f"{type(error).__name__}: {error}")
 
 
@@ -202,12 +207,20 @@ class TinkerBackend:
         return Submitted(self._client.save_state(name), lambda saved: saved.path, self._server)
 
     def snapshot_sampling_client(self, name: str | None = None) -> Awaitable[SamplingClient]:
-        """A client for the weights as they are behind everything submitted so far."""
+        """A client for the weights as they are behind everything submitted so far.
+
+        Unnamed ones end with the session; named ones are given a time to live, so that they do not
+        pile up at the server.
+        """
         if name is None:
             return Submitted(
-                self._client.save_weights_and_get_sampling_client(), _itself, self._server
+                self._client.save_weights_and_get_sampling_client(),
+                lambda client: TinkerSamplingClient(client, self._server),
+                self._server,
             )
-        return _NamedSnapshot(self.save_for_sampler(name), self._service, self._server)
+        saving = self._client.save_weights_for_sampler(name, ttl_seconds=SNAPSHOT_TTL_SECONDS)
+        saved = Submitted(saving, lambda saved: saved.path, self._server)
+        return _NamedSnapshot(saved, self._service, self._server)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded once."""
@@ -227,6 +240,24 @@ class TinkerBackend:
             raise house_error(error) from error
 
 
+class TinkerSamplingClient:
+    """The SDK's sampling client with the house's errors; a server that ends is noticed at once."""
+
+    def __init__(self, client: tinker.SamplingClient, server: Server) -> None:
+        self._client = client
+        self._server = server
+
+    def sample(
+        self,
+        prompt: tinker_types.ModelInput,
+        num_samples: int,
+        sampling_params: tinker_types.SamplingParams,
+    ) -> Awaitable[tinker_types.SampleResponse]:
+        """Submit a sampling request; await the result for `num_samples` sequences."""
+        future = self._client.sample(prompt, num_samples, sampling_params)
+        return Submitted(future, _itself, self._server)
+
+
 class _NamedSnapshot:
     """A sampling client for weights that are still being saved."""
 
@@ -239,9 +270,9 @@ class _NamedSnapshot:
 
     def __await__(self) -> Generator[Any, Any, SamplingClient]:
         uri = yield from self._saved.__await__()
-        client = self._service.create_sampling_client(model_path=uri)
-        result: SamplingClient = yield from Submitted(client, _itself, self._server).__await__()
-        return result
+        made = self._service.create_sampling_client(model_path=uri)
+        client = yield from Submitted(made, _itself, self._server).__await__()
+        return TinkerSamplingClient(client, self._server)
 
 
 B = TypeVar("B", bound=TinkerBackend)

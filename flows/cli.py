@@ -3,7 +3,8 @@
 Nothing heavy is imported before a command needs it: `--help` answers at once, and a mistake is told
 before anything is started.
 
-Exit codes: 0 done, 1 a run that failed, 2 a mistake to mend, 130 interrupted.
+Exit codes: 0 done, 1 a run that failed, 2 a mistake to mend, 3 a run that another process has
+taken over, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from algorithms.sections import OneOf
     from flows.terminal import Terminal
 
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+FAILED, MISTAKE, TAKEN_OVER, INTERRUPTED = 1, 2, 3, 130
 DRY_STEPS = 3
 DRY_EVALUATION_ROWS = 8
 MOST_CAUSE_LINES = 6
@@ -127,7 +128,7 @@ def _train(experiment: Experiment, run_id: str, terminal: Terminal, again: str) 
             terminal.phase("loading")
         # A server that is starting does so in its own process, while this one imports.
         from prefect import tags
-        from prefect.exceptions import TerminationSignal
+        from prefect.exceptions import CancelledRun, TerminationSignal
 
         from flows.train import train
         from tasks.session import watch
@@ -138,8 +139,9 @@ def _train(experiment: Experiment, run_id: str, terminal: Terminal, again: str) 
         with watch(terminal), tags(*experiment.tags):
             try:
                 result = asyncio.run(named(experiment, run_id=run_id))
-            except TerminationSignal:  # what Prefect makes of a SIGTERM
+            except (CancelledRun, TerminationSignal):  # TerminationSignal: before the flow began
                 raise KeyboardInterrupt from None
+    assert isinstance(result, dict)  # a state is what a cancelled flow returns
     terminal.close()
     page = terminal.plan.flow_run_url if terminal.plan else None
     links = {"in Prefect": page or server.ui_url, "stop Prefect": server.stop_command}
@@ -165,10 +167,18 @@ def _near(place: str) -> str:
 @contextlib.contextmanager
 def _failure_told(terminal: Terminal, again: str, log: Path | None) -> Iterator[None]:
     """Turn an error that nobody could mend beforehand into its cause and where to read more."""
+    from backends.storage.lease import LeaseLost
+
     try:
         yield
     except UserError:
         raise
+    except LeaseLost as error:
+        terminal.close()
+        _console(stderr=True).print(
+            f"[bold red]taken over:[/] {_plain(str(error))}", soft_wrap=True
+        )
+        raise typer.Exit(TAKEN_OVER) from None
     except Exception as error:
         import logging
 
@@ -229,7 +239,9 @@ async def _three_steps(experiment: Experiment, terminal: Terminal) -> None:
         print_example(terminal.console, *_first_row(batch, run.backend.get_tokenizer()))
         terminal.on_start(run.plan)
         await run.run_segment(run, 0, run.plan.total_steps)
+        await run.settle()
     finally:
+        await run.beside.cancel()
         await run.backend.aclose()
 
 

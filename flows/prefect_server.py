@@ -34,6 +34,9 @@ RECORDER_SETTINGS = {
 }
 """Without these SQLite records about 19 task runs a second, and new flow runs stall behind it."""
 
+HEARTBEAT_SECONDS = 30
+"""How often a flow run says that it lives; Prefect takes no less."""
+
 EPHEMERAL_OFF = {"PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false"}
 HOST = "127.0.0.1"
 START_TIMEOUT_SECONDS = 180.0
@@ -416,6 +419,7 @@ def _hold_start_lock() -> IO[str]:
 def _point_process_at(info: ServerInfo) -> None:
     os.environ.update({"PREFECT_API_URL": info.api_url, **EPHEMERAL_OFF})
     os.environ.setdefault("PREFECT_UI_URL", info.ui_url)
+    os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", str(HEARTBEAT_SECONDS))
     if "prefect" in sys.modules:
         from prefect.context import refresh_global_settings_context
 

@@ -106,6 +106,10 @@ class Terminal(Callback):
         """Remember where the run could go on from."""
         self.saved_step = step
 
+    def on_notice(self, words: str) -> None:
+        """One line, above the bar."""
+        self.console.print(Text(f"  {words}", style="yellow"), soft_wrap=True)
+
     def on_end(self, result: RunResult) -> None:
         """Take the bar away."""
         self.close()

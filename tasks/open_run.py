@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 from prefect import task
@@ -15,9 +16,10 @@ from algorithms.callbacks import RunPlan
 from algorithms.evaluators import PreparedEvaluation
 from algorithms.experiment import Experiment
 from algorithms.opening import open_live_run
+from algorithms.run import LiveRun
 from backends.storage.run_store import RunStore
 from tasks import session
-from tasks.policies import NEVER
+from tasks.policies import policy
 
 MOST_TASK_RUNS = 1_500
 """Above this Prefect's recorder falls behind and drops task runs; then segments are the unit."""
@@ -38,10 +40,10 @@ class RunHandle:
     def segments(self) -> list[tuple[int, int]]:
         """The stretches of steps still to be trained, each ending at a checkpoint."""
         ends = [step for step in self.save_steps if step > self.first_step]
-        return list(zip([self.first_step, *ends[:-1]], ends, strict=True))
+        return list(pairwise([self.first_step, *ends]))
 
 
-@task(name="open_run", task_run_name="open_run-{run_id}", **NEVER)
+@task(name="open_run", task_run_name="open_run-{run_id}", **policy("open_run"))
 async def open_run(experiment: Experiment, run_id: str) -> RunHandle:
     """Open or continue a run: load the data, start the backend, restore the last checkpoint.
 
@@ -55,10 +57,17 @@ async def open_run(experiment: Experiment, run_id: str) -> RunHandle:
     url = url_for("flow-run", flow_run.id) if flow_run.id else None
     run = await open_live_run(experiment, store, url)
     session.add(run)
+    run.tell("on_start", run.plan)
+    return handle_of(run)
+
+
+def handle_of(run: LiveRun) -> RunHandle:
+    """What the flow has to know of a live run."""
     plan = run.plan
-    run.tell("on_start", plan)
-    mode = _task_runs(experiment, plan, run.evaluations)
-    return RunHandle(run_id, plan.run_uri, plan.first_step, plan.total_steps, plan.save_steps, mode)
+    mode = _task_runs(run.context.config, plan, run.evaluations)
+    return RunHandle(
+        plan.run_id, plan.run_uri, plan.first_step, plan.total_steps, plan.save_steps, mode
+    )
 
 
 def _task_runs(

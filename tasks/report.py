@@ -27,7 +27,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 
 from algorithms.callbacks import Callback, RunPlan
 from backends.storage.run_store import RunStore
-from tasks.policies import REPEATABLE
+from tasks.policies import policy
 from tasks.report_page import (
     LOSS_COLUMNS,
     CheckpointLine,
@@ -48,7 +48,7 @@ PROGRESS_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 
 
-@task(name="report", task_run_name="report-{run_id}", **REPEATABLE)
+@task(name="report", task_run_name="report-{run_id}", **policy("report"))
 async def report(run_id: str) -> dict[str, Any]:
     """Write the report of a run that is done, to its store and to Prefect; returns the result."""
     run = live(run_id)

@@ -10,7 +10,7 @@ from prefect import task
 
 from tasks.build_batch import build_batch
 from tasks.evaluate import evaluate
-from tasks.policies import NEVER
+from tasks.policies import policy
 from tasks.save import save
 from tasks.session import live
 from tasks.train_step import forward_backward, optim_step
@@ -43,9 +43,9 @@ class TaskOperations:
         return evaluate(self.run_id, name, steps_done)
 
 
-@task(name="train_segment", task_run_name="train_segment-{start}-{stop}", **NEVER)
+@task(name="train_segment", task_run_name="train_segment-{start}-{stop}", **policy("train_segment"))
 async def train_segment(run_id: str, start: int, stop: int) -> None:
-    """Steps `start` to `stop` and the checkpoint after them, in one task run."""
+    """Steps `start` to `stop` in one task run; the checkpoint after them is written beside."""
     run = live(run_id)
     await run.run_segment(run, start, stop)
 
@@ -53,3 +53,8 @@ async def train_segment(run_id: str, start: int, stop: int) -> None:
 async def train_operations(run_id: str, start: int, stop: int) -> None:
     """The same, with a task run for each operation."""
     await live(run_id).run_segment(TaskOperations(run_id), start, stop)
+
+
+async def settle(run_id: str) -> None:
+    """Wait until every checkpoint and evaluation is safe in the store."""
+    await live(run_id).settle()

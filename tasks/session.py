@@ -6,13 +6,18 @@ its run up here.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from algorithms.base import RunResult
 from algorithms.callbacks import Callback
 from algorithms.run import LiveRun
 from backends.errors import FlowtuneError
+
+CLOSE_SECONDS = 20.0
+"""How long a backend may take to end its session before it is left to itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +31,22 @@ def add(run: LiveRun) -> None:
     _runs[run.run_id] = run
 
 
+def replace(run: LiveRun) -> None:
+    """Put a run that was opened again in the place of the one that was lost."""
+    _runs[run.run_id] = run
+
+
 def live(run_id: str) -> LiveRun:
     """The live run; it exists between `open_run` and the end of its flow, in its process only."""
     try:
         return _runs[run_id]
     except KeyError:
         raise LookupError(f"run {run_id!r} is not open in this process") from None
+
+
+def is_open(run_id: str) -> bool:
+    """Whether the run is live in this process."""
+    return run_id in _runs
 
 
 @asynccontextmanager
@@ -44,18 +59,40 @@ async def closing(run_id: str) -> AsyncIterator[None]:
         yield
     except BaseException as error:
         if run_id in _runs:
+            await _runs[run_id].beside.cancel()
             try:
-                _runs[run_id].fail(error)
+                await asyncio.to_thread(_runs[run_id].fail, error)
             except FlowtuneError as second:
                 error.add_note(f"It could not be written into the run's folder: {second}")
         raise
     finally:
         run = _runs.pop(run_id, None)
         if run is not None:
-            try:
-                await run.backend.aclose()
-            except FlowtuneError as error:
-                logger.warning("the backend of run %s did not close: %s", run_id, error)
+            await close_backend(run)
+
+
+async def close_backend(run: LiveRun) -> None:
+    """End the run's backend; one that does not answer is left to itself, with a line in the log."""
+    try:
+        async with asyncio.timeout(CLOSE_SECONDS):
+            await run.backend.aclose()
+    except (FlowtuneError, TimeoutError) as error:
+        logger.warning("the backend of run %s did not close: %r", run.run_id, error)
+
+
+def notify(run_id: str, words: str) -> None:
+    """Tell everyone who watches the run, or will once it is open."""
+    if run_id in _runs:
+        _runs[run_id].tell("on_notice", words)
+    else:
+        for callback in _watchers:
+            callback.on_notice(words)
+
+
+def over(result: RunResult) -> None:
+    """Tell everyone who watches that the process ends here and now."""
+    for callback in _watchers:
+        callback.on_end(result)
 
 
 @contextmanager

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from algorithms.experiment import Experiment
 from algorithms.mock_sft import MockSFT
 from algorithms.opening import open_live_run
 from algorithms.run import LiveRun
+from backends.storage.checkpoints import CheckpointManifest, Retention
+from backends.storage.objects import StoreError
 from backends.storage.run_store import RunStore
 
 ROWS = [{"prompt": f"{i}", "completion": f"{i}{i}"} for i in range(8)]
@@ -89,6 +93,12 @@ async def opened(tmp_path: Path, **params: Any) -> LiveRun:
     return run
 
 
+async def whole(run: LiveRun, operations: Unpunctual) -> None:
+    """All steps, until everything is safe."""
+    await run.run_segment(operations, 0, 6)
+    await run.settle()
+
+
 STEP = ["forward_backward_async", "optim_step_async"]
 RECIPE = [
     "snapshot_sampling_client",
@@ -110,7 +120,7 @@ async def test_requests_reach_the_backend_in_the_order_of_the_recipe(
     tmp_path: Path, seed: int
 ) -> None:
     run = await opened(tmp_path)
-    await run.run_segment(Unpunctual(run, seed), 0, 6)
+    await whole(run, Unpunctual(run, seed))
     assert run.backend.submitted == RECIPE  # type: ignore[attr-defined]
 
 
@@ -165,7 +175,7 @@ async def test_the_first_error_ends_the_segment_and_nothing_later_is_submitted(
     setattr(run, operation, fail)
     async with asyncio.timeout(10):
         with pytest.raises(ZeroDivisionError, match=f"{operation} {failing_at}"):
-            await run.run_segment(Unpunctual(run, 1), 0, 6)
+            await whole(run, Unpunctual(run, 1))
     submitted = run.backend.submitted  # type: ignore[attr-defined]
     if operation != "save":
         assert submitted.count("optim_step_async") <= 4
@@ -183,3 +193,117 @@ async def test_a_step_that_was_not_submitted_lets_none_after_it_through(tmp_path
     with pytest.raises(ZeroDivisionError):
         await run.run_segment(run, 0, 6)
     assert "optim_step_async" not in backend.submitted
+
+
+async def segments(run: LiveRun, *ends: int) -> None:
+    """The run from one checkpoint to the next, and until all is safe."""
+    for start, stop in zip([0, *ends[:-1]], ends, strict=True):
+        await run.run_segment(run, start, stop)
+    await run.settle()
+
+
+async def test_later_steps_train_while_a_checkpoint_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await opened(tmp_path)
+    arrived = threading.Event()
+    real = RunStore.save_checkpoint
+
+    def slow(self: RunStore, **fields: Any) -> Any:
+        assert fields["step"] > 2 or arrived.wait(10)
+        return real(self, **fields)
+
+    monkeypatch.setattr(RunStore, "save_checkpoint", slow)
+    await run.run_segment(run, 0, 2)
+    await run.run_segment(run, 2, 4)
+    await asyncio.sleep(0.2)
+    # The second checkpoint is in nobody's way, but a run that went on from it could not make up
+    # for the first: manifests come in order.
+    assert run.store.checkpoint_steps() == []
+    assert len(run.store.metrics()) == 4
+    arrived.set()
+    await run.settle()
+    assert run.store.checkpoint_steps() == [2, 4]
+
+
+async def test_the_training_waits_when_too_much_is_on_its_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await opened(tmp_path)
+    arrived = threading.Event()
+    real = RunStore.save_checkpoint
+
+    def slow(self: RunStore, **fields: Any) -> Any:
+        assert arrived.wait(10)
+        return real(self, **fields)
+
+    monkeypatch.setattr(RunStore, "save_checkpoint", slow)
+    training = asyncio.create_task(segments(run, 1, 2, 3, 4, 5, 6))
+    await asyncio.sleep(0.3)
+    assert len(run.store.metrics()) == 3
+    arrived.set()
+    await training
+    assert run.store.checkpoint_steps() == [1, 2, 3, 4, 5, 6]
+
+
+async def test_an_upload_that_fails_ends_the_steps_that_train_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await opened(tmp_path, step_seconds=0.05)
+
+    def full(self: RunStore, **fields: Any) -> Any:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(RunStore, "save_checkpoint", full)
+    await run.run_segment(run, 0, 2)
+    with pytest.raises(StoreError, match="the disk is full"):
+        await run.run_segment(run, 2, 6)
+    assert len(run.store.metrics()) < 6
+
+
+async def test_an_error_waits_for_an_upload_that_has_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half of a checkpoint helps nobody, and its files must not go away below the upload."""
+    run = await opened(tmp_path)
+    begun = asyncio.Event()
+    real = RunStore.save_checkpoint
+    loop = asyncio.get_running_loop()
+
+    def slow(self: RunStore, **fields: Any) -> Any:
+        loop.call_soon_threadsafe(begun.set)
+        time.sleep(0.2)
+        return real(self, **fields)
+
+    monkeypatch.setattr(RunStore, "save_checkpoint", slow)
+    await run.run_segment(run, 0, 2)
+    await begun.wait()
+    await run.beside.cancel()
+    assert run.store.checkpoint_steps() == [2]
+
+
+async def test_old_checkpoints_expire(tmp_path: Path) -> None:
+    run = await opened(tmp_path)
+    run.retention = Retention(keep_last=2)
+    await segments(run, 1, 2, 3, 4, 5, 6)
+    assert run.store.checkpoint_steps() == [5, 6]
+
+
+async def test_a_checkpoint_published_while_a_run_is_opened_is_gone_on_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last writer may go on until its lease is gone; what it did by then counts."""
+    first = await opened(tmp_path)
+    await whole(first, Unpunctual(first, 0))
+    await first.backend.aclose()
+    latest, seen = RunStore.latest_checkpoint, 0
+
+    def late(store: RunStore) -> CheckpointManifest | None:
+        nonlocal seen
+        seen += 1
+        return None if seen == 1 else latest(store)
+
+    monkeypatch.setattr(RunStore, "latest_checkpoint", late)
+    again = await opened(tmp_path)
+    assert (again.plan.first_step, len(again.store.metrics())) == (6, 6)
+    await again.backend.aclose()

@@ -7,10 +7,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -20,8 +21,8 @@ from tinker import types as tinker_types
 
 from backends.base import ModelOutput, ModelSpec, SavedState
 from backends.embedded import EmbeddedKind, EmbeddedParams, EngineProcess
-from backends.errors import StateLostError, UserError
-from backends.tinker import TinkerBackend, TinkerKind, TinkerParams, connect
+from backends.errors import Problem, StateLostError, UserError
+from backends.tinker import TinkerBackend, TinkerKind, TinkerParams, connect, house_error
 from tests.servers.proxy import recording_proxy
 
 ROOT = Path(__file__).parents[2]
@@ -171,6 +172,49 @@ async def test_a_killed_engine_is_told_at_once() -> None:
             await backend.forward_backward_async(DATA, loss_fn="cross_entropy")
         await backend.aclose()
     assert not backend.engine.scratch.exists()
+
+
+async def test_sampling_from_a_killed_engine_is_told_at_once() -> None:
+    backend = await EmbeddedKind.open(EmbeddedParams(threads=1), SPEC, None)
+    client = await backend.snapshot_sampling_client()
+    prompt = tinker_types.ModelInput.from_ints([1, 2, 3])
+    answer = client.sample(prompt, 1, tinker_types.SamplingParams(max_tokens=4000))
+    os.kill(backend.engine.process.pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        with pytest.raises(StateLostError, match="was killed by signal 9"):
+            await answer
+        await backend.aclose()
+
+
+@pytest.mark.parametrize("operation", ["forward_backward", "optim_step", "save", "snapshot"])
+async def test_a_model_that_the_server_has_unloaded_is_lost(
+    engine: EngineProcess, operation: str
+) -> None:
+    backend = await connect(TinkerBackend, engine.url, KEY, SPEC, None)
+    await backend.forward_backward_async(DATA, loss_fn="cross_entropy")
+    async with httpx.AsyncClient(trust_env=False, headers={"X-API-Key": KEY}) as client:
+        url = f"{engine.url}/api/v1/unload_model"
+        answer = await client.post(url, json={"model_id": backend.model_id})
+        assert answer.status_code == 200
+        told = {"request_id": answer.json()["request_id"], "allow_metadata_only": False}
+        await client.post(f"{engine.url}/api/v1/retrieve_future", json=told)
+    operations: dict[str, Callable[[], Awaitable[Any]]] = {
+        "forward_backward": lambda: backend.forward_backward_async(DATA, loss_fn="cross_entropy"),
+        "optim_step": lambda: backend.optim_step_async(ADAM),
+        "save": lambda: backend.save_full_state("a"),
+        "snapshot": backend.snapshot_sampling_client,
+    }
+    async with asyncio.timeout(20):
+        with pytest.raises(StateLostError, match="unload"):
+            await operations[operation]()
+    await backend.aclose()
+
+
+async def test_a_poisoned_client_tells_what_poisoned_it() -> None:
+    poison = RuntimeError("this TrainingClient is poisoned and cannot accept further requests")
+    poison.__cause__ = UserError(Problem("loss_fn", "returns no scalar"))
+    assert house_error(poison) is poison.__cause__
+    assert isinstance(house_error(RuntimeError("something else")), StateLostError)
 
 
 async def test_an_exported_checkpoint_goes_on_bit_for_bit_in_another_engine(tmp_path: Path) -> None:

@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
+from backends.storage.run_store import RunStore
 from tests.servers.prefect import PrefectServer
 
 COMMANDS = ["run", "validate", "list", "schema", "engine", "runs"]
@@ -174,30 +176,83 @@ def test_a_run_that_fails_says_why_and_how_to_go_on(
     assert "nothing was started" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_run_ends_with_130_and_says_how_to_go_on(
-    prefect_server: PrefectServer, config: Path, tmp_path: Path, number: signal.Signals
-) -> None:
-    env = prefect_server.environment
-    slow = ["--set", "backend={kind: mock, params: {step_seconds: 0.5}}"]
-    longer = ["--set", "algorithm.params.max_steps=40"]
-    command = [*FLOWTUNE, "run", str(config), "--run-id", "c", *slow, *longer]
+def start_slow(
+    config: Path, run_id: str, env: dict[str, str], step_seconds: float
+) -> subprocess.Popen[str]:
+    """A run of 40 steps that has come to its first checkpoint."""
+    slow = f"backend={{kind: mock, params: {{step_seconds: {step_seconds}}}}}"
+    settings = ["--set", slow, "--set", "algorithm.params.max_steps=40"]
+    command = [*FLOWTUNE, "run", str(config), "--run-id", run_id, *settings]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, env=env, stdout=pipe, stderr=pipe, text=True)
-    manifest = tmp_path / "runs/c/checkpoints/step-000004/manifest.json"
+    manifest = config.parent / f"runs/{run_id}/checkpoints/step-000004/manifest.json"
     deadline = time.monotonic() + 120
     while not manifest.exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    time.sleep(0.5)
-    process.send_signal(number)
+    return process
+
+
+def flow_run(server: PrefectServer, name: str) -> dict[str, Any]:
+    """The flow run of that name."""
+    wanted = {"flow_runs": {"name": {"any_": [name]}}}
+    answer = httpx.post(f"{server.api_url}/flow_runs/filter", json=wanted, trust_env=False)
+    [found] = answer.json()
+    assert isinstance(found, dict)
+    return found
+
+
+@pytest.mark.parametrize("way", ["SIGINT", "SIGTERM", "Prefect"])
+def test_an_interrupted_run_saves_ends_with_130_and_says_how_to_go_on(
+    prefect_server: PrefectServer, config: Path, tmp_path: Path, way: str
+) -> None:
+    name = f"stopped-by-{way}"
+    process = start_slow(config, name, prefect_server.environment, 0.3)
+    if way == "Prefect":
+        url = f"{prefect_server.api_url}/flow_runs/{flow_run(prefect_server, name)['id']}/set_state"
+        httpx.post(url, json={"state": {"type": "CANCELLING"}}, trust_env=False)
+    else:
+        process.send_signal(signal.Signals[way])
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
+    assert "stopping: a checkpoint is written first" in out
     assert err.splitlines()[0] == "interrupted"
-    assert "the checkpoint after step 4 is kept; to go on: " in err
     assert "Traceback" not in out + err
-    assert json.loads((tmp_path / "runs/c/result.json").read_text())["status"] == "cancelled"
+    result = json.loads((tmp_path / f"runs/{name}/result.json").read_text())
+    assert result["status"] == "cancelled"
+    kept = sorted(path.name for path in (tmp_path / f"runs/{name}/checkpoints").iterdir())
+    done = int(kept[-1].removeprefix("step-"))
+    assert 4 < done < 40
+    assert f"the checkpoint after step {done} is kept; to go on: " in err
+    assert flow_run(prefect_server, name)["state"]["type"] == "CANCELLED"
+
+
+def test_a_second_ctrl_c_ends_at_once(
+    prefect_server: PrefectServer, config: Path, tmp_path: Path
+) -> None:
+    process = start_slow(config, "at-once", prefect_server.environment, 1.0)
+    assert process.stdout is not None
+    process.send_signal(signal.SIGINT)
+    while "stopping: " not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    assert process.wait(2) == 130
+    process.communicate()
+    assert not (tmp_path / "runs/at-once/result.json").exists()
+
+
+def test_a_run_that_another_process_took_over_says_so_and_ends_with_3(
+    prefect_server: PrefectServer, config: Path, tmp_path: Path
+) -> None:
+    process = start_slow(config, "taken", prefect_server.environment, 0.05)
+    RunStore(tmp_path / "runs", "taken").take_lease("http://prefect/the-other")
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    assert err.startswith("taken over: run taken is no longer this process's to write: process ")
+    assert "http://prefect/the-other" in err
+    assert "Traceback" not in out + err
+    assert "to go on" not in err
 
 
 def test_a_dry_run_needs_no_server_shows_a_row_and_keeps_nothing(

@@ -69,7 +69,13 @@ async def run_until(spec: Experiment, run_id: str, step: int, monkeypatch: Any) 
     with monkeypatch.context() as patch:
         patch.setattr(MockSFT, "build_batch", build_batch)
         with pytest.raises(Stop):
-            await run(spec, run_id)
+            await run(not_recovering(spec), run_id)
+
+
+def not_recovering(spec: Experiment) -> Experiment:
+    """The same experiment, which ends when the model's state is lost."""
+    orchestration = spec.orchestration.model_copy(update={"max_recoveries": 0})
+    return spec.model_copy(update={"orchestration": orchestration})
 
 
 async def test_a_run_leaves_its_whole_story_in_its_folder(
@@ -86,6 +92,8 @@ async def test_a_run_leaves_its_whole_story_in_its_folder(
     assert [row["step"] for row in scored] == [0, 6, 12]
     manifest = json.loads((folder / "checkpoints/step-000008/manifest.json").read_text())
     assert manifest["next_step"] == 8
+    lineage = manifest["algorithm_state"].pop("lineage")
+    assert set(lineage) == {"name", "made_by"}
     assert manifest["algorithm_state"] == {"epoch": 1, "step_in_epoch": 3}
     assert manifest["metrics"]["step"] == 8
     assert (folder / "report.md").read_text().startswith("#")
@@ -197,7 +205,7 @@ async def test_a_checkpoint_waits_for_the_evaluations_before_it(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "evaluate", evaluate)
         with pytest.raises(Stop):
-            await run(experiment(tmp_path), "broken")
+            await run(not_recovering(experiment(tmp_path)), "broken")
     assert RunStore(tmp_path, "broken").checkpoint_steps() == kept
     await run(experiment(tmp_path), "broken")
     whole, broken = (
@@ -214,7 +222,7 @@ async def test_a_retried_flow_run_continues_its_own_run(
 
     await run(experiment(tmp_path), "whole")
     built = fail_once(monkeypatch, 6, Stop("once"))
-    result = await train.with_options(retries=1)(experiment(tmp_path))
+    result = await train.with_options(retries=1)(not_recovering(experiment(tmp_path)))
     assert isinstance(result, dict)
     assert result["status"] == "completed"
     run_id = result["run_id"]
