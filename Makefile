@@ -1,7 +1,9 @@
 # make train   fine-tune the model that ships with flowtune
 # make test    lint, types and the whole suite
+# make test-s3 the tests that need object storage, on a real S3 service they start themselves
 # make bench   the engine beside raw PyTorch + PEFT
 # make fuzz    hostile requests, six times as many as the suite tries, and others at each run
+# make chaos   training runs under kill -9; `make chaos SEED=7 KILLS=20` repeats or shortens it
 
 # The first Python that is new enough; `make PYTHON=...` takes another.
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; do \
@@ -10,12 +12,13 @@ PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python3.14; 
 CONFIG ?= examples/sft_arithmetic.yaml
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+KILLS ?= 50
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help train test bench fuzz lint clean
+.PHONY: help train test test-s3 bench fuzz chaos lint clean
 
 help: ## show this
-	@sed -n 's/^\([a-z]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
 
 train: .venv/.for-training ## fine-tune the shipped model: an adapter and a report under runs/
 	$(BIN)/flowtune run $(CONFIG)
@@ -23,8 +26,15 @@ train: .venv/.for-training ## fine-tune the shipped model: an adapter and a repo
 test: lint ## lint, types and the whole suite; it starts every server it needs
 	$(BIN)/python -m pytest
 
+test-s3: .venv/.for-tests ## object storage, on a real S3 service; part of `make test` too
+	$(BIN)/python -m pytest -k s3 tests/backends/storage \
+		tests/backends/engine/test_engine_checkpoints.py tests/flows/test_end_to_end.py
+
 fuzz: .venv/.for-tests ## hostile requests: over 10,000, and others at each run
 	FLOWTUNE_FUZZ=6 $(BIN)/python -m pytest --timeout=3600 tests/backends/engine/test_hostile_*.py
+
+chaos: .venv/.for-tests ## kill training runs 50 times, and compare what they end with; prints its seed
+	$(BIN)/python -m tests.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED))
 
 bench: .venv/.for-training ## the engine beside raw PyTorch + PEFT; the machine has to be quiet
 	$(BIN)/python -m benchmarks.engine

@@ -31,6 +31,8 @@ SCRATCH = "flowtune-engine-"
 STOP_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 LOG_LINES_SHOWN = 15
+EXPORTS_KEPT = 4
+"""Exported states that stay: one whose publishing failed is exported again, beside later ones."""
 
 
 class EmbeddedParams(BackendParams):
@@ -126,7 +128,7 @@ class EmbeddedBackend(TinkerBackend):
     """A training client on an engine of its own."""
 
     engine: EngineProcess
-    _exported: Path | None = None
+    _exported: tuple[Path, ...] = ()
 
     async def export_state(self, uri: str, folder: Path) -> bool:
         """Link or copy the checkpoint's files out of the scratch folder."""
@@ -144,10 +146,12 @@ class EmbeddedBackend(TinkerBackend):
                 (folder / file.name).hardlink_to(file)
             except OSError:  # another file system
                 shutil.copyfile(file, folder / file.name)
-        if self._exported is not None and self._exported != source:
-            # The run's store has the earlier one; without this they pile up in the scratch folder.
-            shutil.rmtree(self._exported)
-        self._exported = source
+        if source not in self._exported:
+            self._exported = (*self._exported, source)
+        # The run's store has the earlier ones; without this they pile up in the scratch folder.
+        for old in self._exported[:-EXPORTS_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        self._exported = self._exported[-EXPORTS_KEPT:]
 
     async def aclose(self) -> None:
         """Finish the session, then stop the engine; an engine that has ended is left at that."""

@@ -321,14 +321,18 @@ def save_adapter(folder: Path, adapter: Adapter, base_model: str) -> None:
 
     folder.mkdir(parents=True, exist_ok=True)
     _save_tensors(folder / ADAPTER_WEIGHTS, dict(adapter.named()))
-    peft.LoraConfig(
+    config = peft.LoraConfig(
         r=adapter.config.rank,
         lora_alpha=int(adapter.alpha) if adapter.alpha == int(adapter.alpha) else adapter.alpha,
-        target_modules=sorted({path.rpartition(".")[2] for path in adapter.matrices}),
+        target_modules={path.rpartition(".")[2] for path in adapter.matrices},
         task_type="CAUSAL_LM",
         base_model_name_or_path=base_model,
         inference_mode=True,
-    ).save_pretrained(str(folder))
+    )
+    # PEFT makes a set of them, whose order is another in each process: a replay has to give the
+    # same file.
+    config.target_modules = sorted(config.target_modules)
+    config.save_pretrained(str(folder))
 
 
 def save_train_state(folder: Path, state: TrainState, base_model: str) -> None:

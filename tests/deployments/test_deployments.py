@@ -174,3 +174,12 @@ def test_a_run_that_is_asked_for_ends_completed_on_a_worker(
     assert "Flow run finished successfully in 'Completed'" in done.stdout
     result = json.loads((tmp_path / "runs/by-hand/result.json").read_text())
     assert (result["status"], result["metrics"]["step"]) == ("completed", 6)
+    # Without its heartbeats nobody would notice that its process is gone.
+    query = {"filter": {"event": {"name": ["prefect.flow-run.heartbeat"]}}}
+    beats = httpx.post(f"{deployed.api_url}/events/filter", json=query, trust_env=False).json()
+    query = {"flow_runs": {"state": {"type": {"any_": ["COMPLETED"]}}}}
+    address = f"{deployed.api_url}/flow_runs/filter"
+    completed = httpx.post(address, json=query, trust_env=False).json()
+    [flow_run] = [row for row in completed if row["parameters"].get("run_id") == "by-hand"]
+    resource = f"prefect.flow-run.{flow_run['id']}"
+    assert resource in {beat["resource"]["prefect.resource.id"] for beat in beats["events"]}

@@ -93,9 +93,12 @@ class _Line:
         headers = {k: v for k, v in request.headers.items() if k not in UNSENT}
         target = request.url.path
         query = dict(request.query_params)
-        answer = await self._client.request(
-            request.method, target, params=query, headers=headers, content=body
-        )
+        try:
+            answer = await self._client.request(
+                request.method, target, params=query, headers=headers, content=body
+            )
+        except httpx.TransportError:  # the engine is gone
+            return Response(b"{}", 502)
         content = answer.content
         if name == "config":
             flags = json.loads(content) | {"fwdbwd_max_chunk_len": CHUNK}
