@@ -12,7 +12,14 @@ from algorithms.experiment import load_experiment
 from flows.cli import app
 
 ROOT = Path(__file__).parents[1]
-PAGES = ["README.md", "deployments/README.md", "docs/engine.md"]
+PAGES = [
+    "README.md",
+    "benchmarks/README.md",
+    "deployments/README.md",
+    "docs/engine.md",
+    "docs/orchestration.md",
+    "docs/performance.md",
+]
 
 
 def blocks(page: str, language: str) -> list[str]:
