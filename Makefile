@@ -1,5 +1,5 @@
 # make train   fine-tune the model that ships with flowtune
-# make test    lint, types and the whole suite
+# make test    lint, types and the suite
 # make test-s3 the tests that need object storage, on a real S3 service they start themselves
 # make bench   the engine beside raw PyTorch + PEFT
 # make fuzz    hostile requests, six times as many as the suite tries, and others at each run
@@ -23,11 +23,11 @@ help: ## show this
 train: .venv/.for-training ## fine-tune the shipped model: an adapter and a report under runs/
 	$(BIN)/flowtune run $(CONFIG)
 
-test: lint ## lint, types and the whole suite; it starts every server it needs
+test: lint ## lint, types and the suite; it starts every server it needs
 	$(BIN)/python -m pytest
 
-test-s3: .venv/.for-tests ## object storage, on a real S3 service; part of `make test` too
-	$(BIN)/python -m pytest -k s3 tests/backends/storage \
+test-s3: .venv/.for-tests ## object storage on a real S3 service, faults on the way included
+	$(BIN)/python -m pytest -m 'slow or not slow' -k s3 tests/backends/storage \
 		tests/backends/engine/test_engine_checkpoints.py tests/flows/test_end_to_end.py
 
 fuzz: .venv/.for-tests ## hostile requests: over 10,000, and others at each run

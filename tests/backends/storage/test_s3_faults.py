@@ -20,6 +20,8 @@ from tests.backends.storage.runs import RUN, Scored, adapter, begun, save, taken
 from tests.servers.s3_faults import FaultyS3, Request, Way, faulty_s3
 from tests.servers.swift import S3Server, client
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def faulty(aws: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyS3]:
