@@ -14,6 +14,7 @@ Shapes: B rows, V vocabulary, H hidden size, P prompt tokens, T padded prompt to
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,6 +45,8 @@ from backends.engine.records import (
 )
 from backends.engine.row_cache import ROW_BLOCK, RowCache
 from backends.engine.torch_model import LOGITS_AT_ONCE, FrozenModel
+
+log = logging.getLogger("flowtune.engine")
 
 PROMPT_BLOCK: Final = 16
 """T is a multiple of this, for the same reason in attention."""
@@ -94,13 +97,15 @@ class TorchSampler:
                     finished(request.request_id, problem)
                     continue
                 adapter = samplers[request.sampler_id] if request.sampler_id is not None else None
-                if adapter not in running:
-                    running[adapter] = _Batch(self._base, self._prefill_tokens)
+                batch = running.get(adapter) or _Batch(self._base, self._prefill_tokens)
                 try:
-                    running[adapter].add(request)
-                except Exception as error:  # noqa: BLE001  (its own answer: others run here)
+                    batch.add(request)
+                except Exception as error:  # its own answer: others run here
+                    log.exception("request %s could not be begun", request.request_id)
                     what = RequestError(f"{type(error).__name__}: {error}", category="server")
                     finished(request.request_id, what)
+                else:
+                    running[adapter] = batch
             if not running:
                 return
             adapter, batch = next(iter(running.items()))

@@ -640,4 +640,6 @@ def test_a_request_that_cannot_be_begun_fails_alone(
     ]
     answers = backend.sample(asked)
     assert isinstance(answers["good"], SampleOutput)
-    assert answers["bad"] == RequestError("RuntimeError: no such rule", category="server")
+    told = RequestError("RuntimeError: no such rule", category="server")
+    assert answers["bad"] == told
+    assert backend.sample(asked[:1]) == {"bad": told}
