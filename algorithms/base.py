@@ -6,14 +6,16 @@ algorithms only through what is here. `BaseAlgorithm` is the easy path: set up, 
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from algorithms.schedules import LearningRateSchedule, learning_rate_at, save_marks
-from backends.base import Backend, LossCallable, Tokenizer
+from backends.base import Backend, LossCallable, SamplingClient, Tokenizer
 from backends.errors import Problem
 
 if TYPE_CHECKING:
@@ -25,18 +27,60 @@ if TYPE_CHECKING:
     from backends.base import ForwardBackwardResult
 
 
+@dataclass(frozen=True, slots=True)
+class Transcript:
+    """One rollout as a person reads it: its messages, what it earned, and why it ended.
+
+    `group` tells the prompts of a step apart, `advantage` is None where the rollout was not trained
+    on, and `end` is one word: stop, length, max_turns, …
+    """
+
+    group: int
+    messages: list[dict[str, Any]]
+    reward: float
+    advantage: float | None
+    end: str
+
+
 @dataclass
 class TrainingBatch:
     """One step's examples and the loss they are trained under.
 
     `loss_fn` is a server-side name (with `loss_fn_config`) or a Python callable; `metrics` are
-    merged into the step's row.
+    merged into the step's row, `transcripts` are kept in the run's store and shown in its report.
+    A batch without data trains nothing: its step is counted, and the weights stay as they are.
     """
 
     data: list[tinker.Datum]
     loss_fn: str | LossCallable
     loss_fn_config: dict[str, float] | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    transcripts: list[Transcript] = field(default_factory=list)
+
+
+class Policy:
+    """The weights in training, to sample from; the run takes the snapshots in their turn."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._held: dict[int, asyncio.Task[SamplingClient]] = {}
+
+    def hold(self, step_idx: int, snapshot: asyncio.Task[SamplingClient]) -> None:
+        """Say which snapshot the batch of a step is sampled from."""
+        self._held[step_idx] = snapshot
+
+    def release(self, step_idx: int) -> None:
+        """The batch of a step is built."""
+        self._held.pop(step_idx, None)
+
+    async def sampler(self, step_idx: int) -> SamplingClient:
+        """What the batch of a step is sampled from; where nothing is held, the weights as they are.
+
+        Asked again for the same step, it gives the same weights.
+        """
+        if (snapshot := self._held.get(step_idx)) is not None:
+            return await asyncio.shield(snapshot)
+        return await self._backend.snapshot_sampling_client()
 
 
 @dataclass(frozen=True)
@@ -49,6 +93,11 @@ class RunContext:
     dataset: Dataset
     backend: Backend
     tokenizer: Tokenizer
+
+    @cached_property
+    def policy(self) -> Policy:
+        """The weights in training, for algorithms that sample from them."""
+        return Policy(self.backend)
 
 
 @dataclass(frozen=True)
@@ -123,7 +172,7 @@ class BaseAlgorithm(ABC):
     name: ClassVar[str]
     Config: ClassVar[type[BaseAlgorithmConfig]] = BaseAlgorithmConfig
     on_policy: ClassVar[bool] = False
-    """Whether a batch is sampled from the weights being trained (then it cannot be built ahead)."""
+    """Whether batches are sampled from the weights being trained, through `RunContext.policy`."""
     default_backend: ClassVar[str] = "embedded"
     """The backend of an experiment that names none."""
 
@@ -143,6 +192,15 @@ class BaseAlgorithm(ABC):
     @abstractmethod
     async def build_batch(self, step_idx: int) -> TrainingBatch:
         """The batch of a step (from 0): a function of the rows, the seed and the step alone."""
+
+    def sampled_after(self, step_idx: int) -> int:
+        """How many steps the weights have had that an on-policy batch is sampled from.
+
+        The step itself by default: its samples are fresh. Less lets rollouts overlap training; it
+        must never fall from one step to the next. A batch that trains in several steps says the
+        same for each of them.
+        """
+        return step_idx
 
     def step_metrics(
         self, step_idx: int, batch: TrainingBatch, fb_result: ForwardBackwardResult

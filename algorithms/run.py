@@ -17,7 +17,7 @@ import logging
 import tempfile
 import time
 from collections import deque
-from collections.abc import Awaitable, Coroutine, Mapping
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -28,8 +28,8 @@ from algorithms.callbacks import Callback, RunPlan
 from algorithms.evaluators import EvaluationResult, PreparedEvaluation, evaluate
 from algorithms.kept import LINEAGE, Kept
 from algorithms.turns import Place, Turns
-from backends.base import Backend
-from backends.errors import FlowtuneError
+from backends.base import Backend, SamplingClient
+from backends.errors import FlowtuneError, Problem, UserError
 from backends.storage.checkpoints import CheckpointManifest, Retention
 from backends.storage.lease import LeaseLost
 from backends.storage.run_store import RunStore
@@ -42,7 +42,16 @@ STEPS_IN_FLIGHT = 2
 
 METRICS_FLUSH_SECONDS = 5.0
 
+EMPTY_BATCHES_TOLD = 10
+"""So many batches in a row without data are worth a word."""
+
 logger = logging.getLogger(__name__)
+
+
+def _look_at(task: asyncio.Task[Any]) -> None:
+    """Its error is raised where it is awaited; one that nobody comes to await is no news."""
+    if not task.cancelled():
+        task.exception()
 
 
 class RunStopped(FlowtuneError):
@@ -86,6 +95,8 @@ class PendingSave:
     """A save from its start until its manifest: the algorithm's state then, and the step's row."""
 
     algorithm_state: Mapping[str, Any]
+    sampled_before: Sequence[asyncio.Task[Any]]
+    """The batches of later steps that are sampled from earlier weights: they cannot be again."""
     recorded: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -104,7 +115,10 @@ class LiveRun:
     recoveries: int = 0
     beside: Beside = field(default_factory=Beside)
     backend: Backend = field(init=False)
+    _next_build: int = field(init=False)
+    _builds: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
     _batches: dict[int, BuiltBatch] = field(default_factory=dict)
+    _empty_batches: int = 0
     _turns: Turns = field(default_factory=Turns)
     _saves: dict[int, PendingSave] = field(default_factory=dict)
     _unwritten: dict[Place, asyncio.Event] = field(default_factory=dict)
@@ -115,6 +129,7 @@ class LiveRun:
 
     def __post_init__(self) -> None:
         self.backend = self.context.backend
+        self._next_build = self.plan.first_step
 
     @property
     def run_id(self) -> str:
@@ -135,6 +150,7 @@ class LiveRun:
         else:
             batch = await self.algorithm.build_batch(step)
         self._batches[step] = BuiltBatch(batch, time.monotonic() - started)
+        self.context.policy.release(step)
         return {"datums": float(len(batch.data)), **batch.metrics}
 
     async def _kept_batch(self, step: int) -> TrainingBatch:
@@ -147,8 +163,11 @@ class LiveRun:
         return batch
 
     async def forward_backward(self, step: int) -> Mapping[str, float]:
-        """Submit the batch in its turn and wait for the result."""
+        """Submit the batch in its turn and wait for the result; an empty one is not submitted."""
         current = self._batches[step]
+        if not current.batch.data:
+            await self._turns.skip(("forward_backward", step))
+            return {}
         result = await self._turns.submit(
             ("forward_backward", step), lambda: self._submit_batch(current.batch)
         )
@@ -162,7 +181,13 @@ class LiveRun:
         )
 
     async def optim_step(self, step: int) -> Mapping[str, float]:
-        """Submit the optimizer step right behind its gradients and wait for the result."""
+        """Submit the optimizer step right behind its gradients and wait for the result.
+
+        Without gradients there is none: Adam would move the weights on by its momentum alone.
+        """
+        if not self._batches[step].batch.data:
+            await self._turns.skip(("optim_step", step))
+            return {}
         adam = self.algorithm.adam_params(step)
         result = await self._turns.submit(
             ("optim_step", step), lambda: self.backend.optim_step_async(adam)
@@ -172,8 +197,9 @@ class LiveRun:
     async def save(self, steps_done: int) -> str:
         """Save right behind the step's optimizer step, then publish files and manifest.
 
-        The manifest waits for the step's row, for every evaluation up to it and for the checkpoints
-        before it: a run that goes on from here could not catch up on them.
+        The manifest waits for the step's row, for every evaluation up to it, for the checkpoints
+        before it, and for later batches that are sampled from weights before it: a run that goes on
+        from here could not catch up on them.
         """
         name = f"step-{steps_done:06d}"
         saved = await self._turns.submit(
@@ -190,6 +216,7 @@ class LiveRun:
             await self._saves[steps_done].recorded.wait()
             for written in self._written_before(steps_done):
                 await written.wait()
+            await asyncio.gather(*map(asyncio.shield, self._saves[steps_done].sampled_before))
             publishing = asyncio.to_thread(self._publish, steps_done, uri, folder)
             manifest = await to_the_end(publishing)
         del self._saves[steps_done]
@@ -242,12 +269,21 @@ class LiveRun:
                     await self._stop(operations, start, done)
                 watching.cancel()
         except BaseExceptionGroup as errors:
+            await self._cancel_builds()
             first = first_error(errors)
             raise first from first.__cause__
+        except BaseException:
+            await self._cancel_builds()
+            raise
 
     async def settle(self) -> None:
         """Wait until all that goes on beside the steps is done and safe; raises its first error."""
         await self.beside.settle()
+
+    async def cancel(self) -> None:
+        """End all that goes on beside the steps, and wait until it has."""
+        await self._cancel_builds()
+        await self.beside.cancel()
 
     def stop(self) -> None:
         """Ask the run to stop after the steps under way."""
@@ -262,30 +298,72 @@ class LiveRun:
         self, group: asyncio.TaskGroup, operations: Operations, start: int, stop: int
     ) -> int:
         """Train from `start` until `stop`, or until the run is to stop; returns the steps done."""
-        most = 1 if self.algorithm.on_policy else STEPS_IN_FLIGHT
-        in_flight: deque[tuple[int, list[asyncio.Task[Any]]]] = deque()
+        in_flight: deque[asyncio.Task[None]] = deque()
         done = start
-        building = group.create_task(operations.build_batch(start))
+        self._start_builds(operations, start)
         for step in range(start, stop):
             await self.beside.room()
-            if not await self._unless_stopping(building):
-                building.cancel()
+            if not await self._unless_stopping(self._builds[step]):
                 break
+            del self._builds[step]
             done = step + 1
-            in_flight.append((step, self._submit_step(group, operations, step)))
+            tasks = self._submit_step(group, operations, step)
+            before = in_flight[-1] if in_flight else None
+            in_flight.append(group.create_task(self._finish_step(step, tasks, before)))
+            self._start_builds(operations, done)
             if done == stop:
                 self._start_save(operations, done)
             self._start_evaluations(operations, done)
-            if done < stop and not self.algorithm.on_policy:
-                building = group.create_task(operations.build_batch(done))
-            while len(in_flight) >= most:
-                await self._finish_step(*in_flight.popleft())
-            if done < stop and self.algorithm.on_policy:
-                building = group.create_task(operations.build_batch(done))
+            while len(in_flight) >= STEPS_IN_FLIGHT:
+                await in_flight.popleft()
         while in_flight:
-            await self._finish_step(*in_flight.popleft())
+            await in_flight.popleft()
         await asyncio.to_thread(self.store.flush_metrics)
         return done
+
+    def _start_builds(self, operations: Operations, submitted: int) -> None:
+        """Begin every batch that can be built now that so many steps are submitted.
+
+        Others need one step's lead; one that is sampled from the weights needs those weights, and
+        its snapshot is taken here, right behind the step that they come from.
+        """
+        snapshot: asyncio.Task[SamplingClient] | None = None
+        while self._next_build < self.plan.total_steps:
+            step = self._next_build
+            if self._built_after(step) > submitted:
+                break
+            self._next_build += 1
+            if self.algorithm.on_policy and not self.kept.has_batch(step):
+                snapshot = snapshot or self._start_snapshot(submitted)
+                self.context.policy.hold(step, snapshot)
+            building = asyncio.get_running_loop().create_task(operations.build_batch(step))
+            building.add_done_callback(_look_at)
+            self._builds[step] = building
+
+    def _built_after(self, step: int) -> int:
+        """The steps that are submitted before a batch is built."""
+        return self.algorithm.sampled_after(step) if self.algorithm.on_policy else step
+
+    def _start_snapshot(self, steps_done: int) -> asyncio.Task[SamplingClient]:
+        place = ("snapshot", steps_done)
+        self._turns.reserve(place)
+
+        async def snapshot() -> SamplingClient:
+            submitted = await self._turns.submit(place, self.backend.snapshot_sampling_client)
+            return await submitted
+
+        task = asyncio.get_running_loop().create_task(snapshot())
+        task.add_done_callback(_look_at)
+        self._give_up_its_place_in_the_end(task, place)
+        return task
+
+    async def _cancel_builds(self) -> None:
+        builds = list(self._builds.values())
+        self._builds.clear()
+        for task in builds:
+            task.cancel()
+        if builds:
+            await asyncio.wait(builds)
 
     async def _unless_stopping(self, building: asyncio.Task[Any]) -> bool:
         """Wait for a batch; False if the run is to stop instead."""
@@ -298,6 +376,9 @@ class LiveRun:
         return True
 
     async def _stop(self, operations: Operations, start: int, done: int) -> None:
+        for step, building in self._builds.items():
+            if self._built_after(step) >= done:
+                building.cancel()
         if done > start:
             self._start_save(operations, done)
             self._saves[done].recorded.set()  # its row was there before the save was thought of
@@ -321,7 +402,13 @@ class LiveRun:
 
     def _start_save(self, operations: Operations, steps_done: int) -> None:
         state = self.algorithm.state_dict(steps_done)
-        self._saves[steps_done] = PendingSave(state | {LINEAGE: asdict(self.kept.lineage)})
+        state |= {LINEAGE: asdict(self.kept.lineage)}
+        sampled_before = [
+            building
+            for step, building in self._builds.items()
+            if self.algorithm.on_policy and self._built_after(step) < steps_done
+        ]
+        self._saves[steps_done] = PendingSave(state, sampled_before)
         self._start_beside(("save", steps_done), operations.save(steps_done))
 
     def _start_evaluations(self, operations: Operations, steps_done: int) -> None:
@@ -350,16 +437,43 @@ class LiveRun:
     def _written(self, what: str, steps_done: int) -> None:
         self._unwritten.pop((what, steps_done)).set()
 
-    async def _finish_step(self, step: int, tasks: list[asyncio.Task[Any]]) -> None:
+    async def _finish_step(
+        self, step: int, tasks: list[asyncio.Task[Any]], before: asyncio.Task[None] | None
+    ) -> None:
+        """Record a step as soon as it has its results and the step before is recorded."""
         metrics, optim_metrics = await asyncio.gather(*tasks)
-        row = self._row(step, self._batches.pop(step), metrics, optim_metrics)
+        if before is not None:
+            await before
+        current = self._batches.pop(step)
+        row = self._row(step, current, metrics, optim_metrics)
+        if current.batch.transcripts:
+            transcripts = current.batch.transcripts
+            await asyncio.to_thread(self.store.write_rollouts, step + 1, transcripts)
         self.store.append_metrics(row)
+        self._look_for_data(step + 1, current.batch)
         if (save := self._saves.get(step + 1)) is not None:
             save.recorded.set()
         self.tell("on_step", row)
         if time.monotonic() - self._flushed > METRICS_FLUSH_SECONDS:
             self._flushed = time.monotonic()
             await asyncio.to_thread(self.store.flush_metrics)
+
+    def _look_for_data(self, steps_done: int, batch: TrainingBatch) -> None:
+        """Tell of steps that train nothing; a run that has only these has failed.
+
+        Raises UserError at the end of such a run.
+        """
+        self._empty_batches = 0 if batch.data else self._empty_batches + 1
+        if self._empty_batches and self._empty_batches % EMPTY_BATCHES_TOLD == 0:
+            self.tell("on_notice", f"the last {self._empty_batches} batches held nothing to train")
+        if self._empty_batches == self.plan.total_steps:
+            raise UserError(
+                Problem(
+                    "algorithm.params",
+                    f"none of the {steps_done} batches held anything to train on",
+                    "look at the rollouts in the run's folder: are all rewards of a group alike?",
+                )
+            )
 
     def _row(
         self,

@@ -24,6 +24,9 @@ from pydantic_core import CoreSchema, core_schema
 
 from backends.registry import Registry, Row
 
+_built: list[Any] = []
+"""The builders of `with_params`, each with its cache."""
+
 
 class Section(BaseModel):
     """Base of the parts of an experiment: unknown fields are refused."""
@@ -78,7 +81,14 @@ def with_params(
         )
         return section
 
+    _built.append(build)
     return build
+
+
+def forget_sections() -> None:
+    """Build every row's class anew when it is next asked for: its parameters have changed."""
+    for build in _built:
+        build.cache_clear()
 
 
 @cache

@@ -30,6 +30,7 @@ class SamplingConfig(BaseAlgorithmConfig):
 
     group_size: int = Field(2, ge=1, description="Samples of each prompt.")
     max_tokens: int = Field(6, ge=1, description="Longest sample, in tokens.")
+    staleness: int = Field(0, ge=0, description="Steps by which samples are older than fresh.")
 
 
 @register_algorithm("sampling")
@@ -44,15 +45,19 @@ class Sampling(BaseAlgorithm):
 
     async def setup(self, ctx: RunContext, backend: Backend) -> None:
         """Tokens of every prompt."""
-        self._backend, self._seed = backend, ctx.config.seed
+        self._policy, self._seed = ctx.policy, ctx.config.seed
         self._prompts = [plain_prompt(_question(row), ctx.tokenizer) for row in ctx.dataset.rows]
         self._steps_per_epoch = steps_per_epoch(len(self._prompts), self.cfg.batch_size)
+
+    def sampled_after(self, step_idx: int) -> int:
+        """Always as stale as it may be."""
+        return max(0, step_idx - self.cfg.staleness)
 
     async def build_batch(self, step_idx: int) -> TrainingBatch:
         """Sample each of the step's prompts from the weights as they are now."""
         from tinker import types as tinker_types
 
-        client = await self._backend.snapshot_sampling_client()
+        client = await self._policy.sampler(step_idx)
         picked = batch_rows(len(self._prompts), self.cfg.batch_size, self._seed, step_idx)
 
         async def sample(index: int) -> tinker_types.SampleResponse:

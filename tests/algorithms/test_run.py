@@ -8,15 +8,17 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
-from algorithms.base import TrainingBatch
-from algorithms.experiment import Experiment
+from algorithms.base import RunContext, TrainingBatch, Transcript
+from algorithms.experiment import AlgorithmSection, Experiment
 from algorithms.mock_sft import MockSFT
 from algorithms.opening import open_live_run
-from algorithms.run import LiveRun
+from algorithms.run import LiveRun, RunStopped
+from backends.base import Backend, SamplingClient
+from backends.errors import UserError
 from backends.storage.checkpoints import CheckpointManifest, Retention
 from backends.storage.objects import StoreError
 from backends.storage.run_store import RunStore
@@ -141,22 +143,194 @@ async def test_one_step_waits_behind_the_one_that_runs(tmp_path: Path) -> None:
     assert ahead[2:] == [2, 2, 2, 2]
 
 
-async def test_an_on_policy_batch_is_built_from_the_weights_after_the_step_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+class OnPolicy(MockSFT):
+    """SFT that asks for weights to sample from before it builds a batch; `sampled` has the batches.
+
+    Batches come in groups of `sub_steps`, each sampled `staleness` groups behind.
+    """
+
+    on_policy: ClassVar[bool] = True
+    staleness: ClassVar[int] = 0
+    sub_steps: ClassVar[int] = 1
+    empty: ClassVar[frozenset[int]] = frozenset()
+    sampled: ClassVar[dict[int, Any]] = {}
+    hold_back: ClassVar[dict[int, asyncio.Event]] = {}
+
+    async def setup(self, ctx: RunContext, backend: Backend) -> None:
+        self.policy = ctx.policy
+        await super().setup(ctx, backend)
+
+    def sampled_after(self, step_idx: int) -> int:
+        group = step_idx // self.sub_steps
+        return max(0, group - self.staleness) * self.sub_steps
+
+    async def build_batch(self, step_idx: int) -> TrainingBatch:
+        self.sampled[step_idx] = await self.policy.sampler(step_idx)
+        if step_idx in self.hold_back:
+            await self.hold_back[step_idx].wait()
+        batch = await super().build_batch(step_idx)
+        if step_idx in self.empty:
+            batch.data = []
+        batch.transcripts = [Transcript(0, [], float(step_idx), None, "stop")]
+        return batch
+
+
+@pytest.fixture
+def on_policy(monkeypatch: pytest.MonkeyPatch) -> type[OnPolicy]:
+    """The algorithm in the place of `mock_sft`."""
+    for name in ("staleness", "sub_steps", "empty", "sampled", "hold_back"):
+        monkeypatch.setattr(OnPolicy, name, type(getattr(OnPolicy, name))(getattr(OnPolicy, name)))
+    monkeypatch.setattr(AlgorithmSection, "build", lambda section: OnPolicy(section.params))
+    return OnPolicy
+
+
+async def weights_sampled(run: LiveRun) -> dict[int, int]:
+    """For each batch of the run, the steps that the weights had which it was sampled from."""
+    backend: Any = run.backend
+    taken: dict[int, int] = {}
+
+    real = run.backend.snapshot_sampling_client
+
+    def snapshot(name: str | None = None) -> Awaitable[SamplingClient]:
+        steps = backend.submitted.count("optim_step_async")
+
+        async def client() -> SamplingClient:
+            taken[id(made := await submitted)] = steps
+            return made
+
+        submitted = real(name)
+        return client()
+
+    run.backend.snapshot_sampling_client = snapshot  # type: ignore[method-assign]
+    await run.run_segment(Unpunctual(run, 0), 0, 3)
+    await run.run_segment(Unpunctual(run, 0), 3, 6)
+    await run.settle()
+    return {step: taken[id(client)] for step, client in sorted(OnPolicy.sampled.items())}
+
+
+@pytest.mark.parametrize(
+    ("staleness", "sub_steps", "weights"),
+    [
+        (0, 1, [0, 1, 2, 3, 4, 5]),
+        (1, 1, [0, 0, 1, 2, 3, 4]),
+        (2, 1, [0, 0, 0, 1, 2, 3]),
+        (0, 2, [0, 0, 2, 2, 4, 4]),
+        (1, 2, [0, 0, 0, 0, 2, 2]),
+    ],
+)
+async def test_a_batch_is_sampled_from_exactly_the_weights_that_it_asks_for(
+    tmp_path: Path, on_policy: type[OnPolicy], staleness: int, sub_steps: int, weights: list[int]
 ) -> None:
-    monkeypatch.setattr(MockSFT, "on_policy", True)
+    on_policy.staleness, on_policy.sub_steps = staleness, sub_steps
+    run = await opened(tmp_path)
+    assert list((await weights_sampled(run)).values()) == weights
+    assert run.store.rollout_steps() == [1, 2, 3, 4, 5, 6]
+    assert run.store.rollouts(3)[0]["reward"] == 2.0
+
+
+async def test_a_snapshot_to_sample_from_follows_its_step_before_that_has_a_result(
+    tmp_path: Path, on_policy: type[OnPolicy]
+) -> None:
     run = await opened(tmp_path)
     backend: Any = run.backend
-    real = MockSFT.build_batch
-    steps_done_when_built = []
+    await run.run_segment(run, 0, 2)
+    # The first one is the evaluation's.
+    snapshot = "snapshot_sampling_client"
+    assert backend.submitted[:6] == [snapshot, snapshot, *STEP, snapshot, STEP[0]]
+    await run.cancel()
 
-    async def build_batch(self: MockSFT, step: int) -> TrainingBatch:
-        steps_done_when_built.append(backend.finished.count("optim_step_async"))
-        return await real(self, step)
 
-    monkeypatch.setattr(MockSFT, "build_batch", build_batch)
-    await run.run_segment(Unpunctual(run, 0), 0, 6)
-    assert steps_done_when_built == [0, 1, 2, 3, 4, 5]
+async def test_stale_rollouts_overlap_the_steps_before_them(
+    tmp_path: Path, on_policy: type[OnPolicy]
+) -> None:
+    on_policy.staleness = 1
+    on_policy.hold_back = {2: asyncio.Event()}
+    run = await opened(tmp_path)
+    training = asyncio.create_task(run.run_segment(run, 0, 6))
+    async with asyncio.timeout(10):
+        while len(run.store.metrics()) < 2 or 3 not in on_policy.sampled:
+            await asyncio.sleep(0.01)
+    assert sorted(on_policy.sampled) == [0, 1, 2, 3]
+    on_policy.hold_back[2].set()
+    await training
+    await run.cancel()
+
+
+async def test_a_checkpoint_waits_for_batches_that_are_sampled_from_weights_before_it(
+    tmp_path: Path, on_policy: type[OnPolicy]
+) -> None:
+    on_policy.staleness = 1
+    on_policy.hold_back = {3: asyncio.Event()}
+    run = await opened(tmp_path)
+    await run.run_segment(run, 0, 3)
+    await asyncio.sleep(0.2)
+    assert run.store.checkpoint_steps() == []
+    on_policy.hold_back[3].set()
+    await run.settle()
+    assert run.store.checkpoint_steps() == [3]
+    kept = await asyncio.to_thread(run.kept.read_batch, 3)
+    assert kept is not None
+    await run.cancel()
+
+
+async def test_a_run_that_goes_on_finds_the_batches_it_cannot_sample_again(
+    tmp_path: Path, on_policy: type[OnPolicy]
+) -> None:
+    on_policy.staleness = 1
+    whole_run = await opened(tmp_path / "whole")
+    await segments(whole_run, 3, 6)
+    run = await opened(tmp_path / "killed")
+    await run.run_segment(run, 0, 3)
+    await run.settle()
+    await run.cancel()
+    on_policy.sampled.clear()
+    again = await opened(tmp_path / "killed")
+    assert again.plan.first_step == 3
+    await again.run_segment(again, 3, 6)
+    await again.settle()
+    assert 3 not in on_policy.sampled
+    assert 5 in on_policy.sampled
+    rows = [{k: v for k, v in row.items() if "time/" not in k} for row in again.store.metrics()]
+    assert rows == [
+        {k: v for k, v in row.items() if "time/" not in k} for row in whole_run.store.metrics()
+    ]
+
+
+async def test_an_empty_batch_is_a_step_that_trains_nothing(
+    tmp_path: Path, on_policy: type[OnPolicy]
+) -> None:
+    on_policy.empty = frozenset({1, 4})
+    run = await opened(tmp_path)
+    await segments(run, 3, 6)
+    assert run.backend.submitted.count("optim_step_async") == 4  # type: ignore[attr-defined]
+    assert [row["step"] for row in run.store.metrics()] == [1, 2, 3, 4, 5, 6]
+    assert "train_mean_nll" not in run.store.metrics()[1]
+
+
+async def test_a_run_of_empty_batches_has_failed(tmp_path: Path, on_policy: type[OnPolicy]) -> None:
+    on_policy.empty = frozenset(range(6))
+    run = await opened(tmp_path)
+    with pytest.raises(UserError, match="none of the 6 batches held anything to train on"):
+        await segments(run, 3, 6)
+    await run.cancel()
+
+
+async def test_a_stop_waits_for_rollouts_that_the_checkpoint_needs_and_ends_the_others(
+    tmp_path: Path, on_policy: type[OnPolicy]
+) -> None:
+    on_policy.staleness = 1
+    on_policy.hold_back = {2: asyncio.Event(), 3: asyncio.Event()}
+    run = await opened(tmp_path)
+    training = asyncio.create_task(run.run_segment(run, 0, 6))
+    while len(run.store.metrics()) < 2:
+        await asyncio.sleep(0.01)
+    run.stop()
+    await asyncio.sleep(0.1)
+    assert not training.done()
+    on_policy.hold_back[2].set()
+    with pytest.raises(RunStopped):
+        await training
+    assert run.store.checkpoint_steps() == [2]
 
 
 @pytest.mark.parametrize("operation", ["build_batch", "forward_backward", "optim_step", "save"])

@@ -1,0 +1,25 @@
+"""The part of a document that says how answers are scored."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from algorithms.rewards.verifiers import VERIFIERS, Verifier, VerifierConfig
+from algorithms.sections import OneOf, Section, with_params
+
+
+class VerifierSection(Section):
+    """How answers are scored."""
+
+    kind: str
+    params: VerifierConfig
+
+    def build(self) -> Verifier:
+        """The verifier, ready to be called."""
+        return VERIFIERS[self.kind](self.params)
+
+
+VerifierField = Annotated[
+    VerifierSection,
+    OneOf(VERIFIERS, with_params(VerifierSection, lambda verifier: verifier.Config)),
+]
