@@ -185,6 +185,16 @@ class BaseAlgorithm(ABC):
         """What this recipe has against a row of its data, found before any compute starts."""
         return None
 
+    async def train(self, ctx: RunContext) -> RunResult:
+        """Execute one full run: set up, every step, evaluations, checkpoints, the result.
+
+        The same loop that the `train` flow drives, without Prefect and without its recoveries. What
+        a person can mend ends as a result with status "failed" and the error in it.
+        """
+        from algorithms.opening import train_alone
+
+        return await train_alone(self, ctx)
+
     @abstractmethod
     async def setup(self, ctx: RunContext, backend: Backend) -> None:
         """Prepare the data; must set `self._steps_per_epoch` from the rows really there."""

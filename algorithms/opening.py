@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from algorithms.base import BaseAlgorithm, RunContext
+from algorithms.base import BaseAlgorithm, RunContext, RunResult
 from algorithms.callbacks import Callback, RunPlan
 from algorithms.data.dataset import Dataset, load_dataset
 from algorithms.evaluators import PreparedEvaluation, prepare
@@ -16,7 +17,7 @@ from algorithms.experiment import Experiment
 from algorithms.kept import LINEAGE, Kept, Lineage, made_by
 from algorithms.run import LiveRun
 from backends.base import Backend, SavedState
-from backends.errors import Problem, UserError
+from backends.errors import FlowtuneError, Problem, UserError
 from backends.storage.checkpoints import CheckpointManifest
 from backends.storage.objects import open_store
 from backends.storage.run_store import RunStore
@@ -45,7 +46,10 @@ async def open_live_run(
                 for spec in experiment.evaluations
             }
             callbacks = [section.build() for section in experiment.callbacks]
-            run = await _set_up(context, store, manifest, evaluations, callbacks, flow_run_url)
+            algorithm = experiment.algorithm.build()
+            run = await _set_up(
+                algorithm, context, store, manifest, evaluations, callbacks, flow_run_url
+            )
             if await asyncio.to_thread(_begin, run):
                 return run
         except BaseException:
@@ -66,7 +70,13 @@ async def reopen_live_run(run: LiveRun) -> LiveRun:
     try:
         context = await _context(experiment, store, run.context.dataset, backend)
         again = await _set_up(
-            context, store, manifest, run.evaluations, run.callbacks, run.plan.flow_run_url
+            experiment.algorithm.build(),
+            context,
+            store,
+            manifest,
+            run.evaluations,
+            run.callbacks,
+            run.plan.flow_run_url,
         )
         await asyncio.to_thread(store.rewind, again.plan.first_step)
         await asyncio.to_thread(again.kept.look)
@@ -74,6 +84,45 @@ async def reopen_live_run(run: LiveRun) -> LiveRun:
         await backend.aclose()
         raise
     return again
+
+
+async def train_alone(algorithm: BaseAlgorithm, context: RunContext) -> RunResult:
+    """One full run of an algorithm in a context that the caller made and closes, without Prefect.
+
+    It goes into the same store as any run, under the context's run id, and a run that breaks off is
+    continued as any run is: by `flowtune run --run-id`. Raises UserError if it is there already.
+    """
+    experiment = context.config
+    store = RunStore(experiment.store, context.run_id)
+    if await asyncio.to_thread(store.read_experiment) is not None:
+        raise UserError(
+            Problem(
+                "run_id",
+                f"there is a run {context.run_id!r} in {experiment.store}",
+                f"continue it with `flowtune run --run-id {context.run_id}`, or take another id",
+            )
+        )
+    evaluations = {
+        spec.name: await asyncio.to_thread(prepare, spec, context.tokenizer)
+        for spec in experiment.evaluations
+    }
+    callbacks = [section.build() for section in experiment.callbacks]
+    run = await _set_up(algorithm, context, store, None, evaluations, callbacks, None)
+    await asyncio.to_thread(_begin, run)
+    run.tell("on_start", run.plan)
+    try:
+        for start, stop in pairwise([0, *run.plan.save_steps]):
+            await run.run_segment(run, start, stop)
+        await run.settle()
+    except BaseException as error:
+        await run.cancel()
+        result = await asyncio.to_thread(run.fail, error)
+        if isinstance(error, FlowtuneError):
+            return result
+        raise
+    result = await asyncio.to_thread(run.finish)
+    run.tell("on_end", result)
+    return result
 
 
 def check_continues(store: RunStore, experiment: Experiment) -> bool:
@@ -206,6 +255,7 @@ async def _context(
 
 
 async def _set_up(
+    algorithm: BaseAlgorithm,
     context: RunContext,
     store: RunStore,
     manifest: CheckpointManifest | None,
@@ -213,10 +263,6 @@ async def _set_up(
     callbacks: list[Callback],
     flow_run_url: str | None,
 ) -> LiveRun:
-    experiment = context.config
-    algorithm = experiment.algorithm.build()
-    if not isinstance(algorithm, BaseAlgorithm):
-        raise TypeError(f"{experiment.algorithm.kind!r} does not build on BaseAlgorithm")
     await algorithm.setup(context, context.backend)
     first_step = 0
     state: dict[str, Any] = {}
@@ -234,7 +280,7 @@ async def _set_up(
         flow_run_url=flow_run_url,
     )
     kept = Kept(store, lineage)
-    retention = experiment.checkpoints
+    retention = context.config.checkpoints
     return LiveRun(context, store, algorithm, evaluations, plan, kept, retention, callbacks)
 
 
