@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algorithms.base import TrainingBatch
-from algorithms.evaluators import EvaluationResult, PreparedEvaluation, Sample
+from algorithms.base import TrainingBatch, Transcript
+from algorithms.evaluators import EvaluationResult, PreparedEvaluation, read_result
 from backends.storage.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 LINEAGE = "lineage"
 """Where a checkpoint's algorithm state has it."""
+
+BATCH = "build_batch"
+"""What the names of kept batches begin with."""
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,17 @@ class Lineage:
 
 
 class Kept:
-    """The kept results of one run; found are those that were there at the last `look`."""
+    """The kept results of one run; found are those of the last `look`, and batches kept since."""
 
     def __init__(self, store: RunStore, lineage: Lineage) -> None:
         self._store = store
         self.lineage = lineage
-        self._found: frozenset[str] = frozenset()
+        self._found: set[str] = set()
+        self._expired = 0
 
     def look(self) -> None:
         """List what there is, so that asking for what is not there costs nothing. Blocks."""
-        keys = self._store.objects.keys(f"{self._store.run_id}/cache")
-        self._found = frozenset(key.rpartition("/")[2] for key in keys)
+        self._found = set(self._store.kept_names())
 
     def has_batch(self, step: int) -> bool:
         """Whether a replay finds the batch of a step."""
@@ -77,7 +80,7 @@ class Kept:
 
     def batch_name(self, step: int) -> str:
         """The object of a step's batch."""
-        return f"build_batch-{_digest('build_batch', asdict(self.lineage), step)}.safetensors"
+        return f"{BATCH}-{_digest('build_batch', asdict(self.lineage), step)}.safetensors"
 
     def read_batch(self, step: int) -> TrainingBatch | None:
         """The batch that was kept for a step, or None. Blocks."""
@@ -88,10 +91,25 @@ class Kept:
         """Keep a step's batch. One under a callable loss, or with images, cannot be. Blocks."""
         if not callable(batch.loss_fn) and all(map(_only_text, batch.data)):
             self._store.keep(self.batch_name(step), encode_batch(batch))
+            self._found.add(self.batch_name(step))
+
+    def expire(self) -> None:
+        """Remove the batches that no replay asks for: of steps behind all but two checkpoints.
+
+        The run goes on from the newest; the one before it is there for the case that someone has
+        to remove the newest. Evaluations stay, they are small. Blocks.
+        """
+        if not any(name.startswith(BATCH) for name in tuple(self._found)):
+            return
+        before = [0, 0, *self._store.checkpoint_steps()][-2]
+        names = [self.batch_name(step) for step in range(self._expired, before)]
+        self._store.forget(name for name in names if name in self._found)
+        self._found.difference_update(names)
+        self._expired = max(self._expired, before)
 
     def evaluation_name(self, prepared: PreparedEvaluation, steps_done: int) -> str:
         """The object of an evaluation after so many steps."""
-        what = (prepared.fingerprint, code_version(prepared.verifier))
+        what = (prepared.fingerprint, [code_version(item) for item in prepared.code()])
         return f"evaluate-{_digest('evaluate', asdict(self.lineage), steps_done, what)}.json"
 
     def read_evaluation(
@@ -101,9 +119,7 @@ class Kept:
         data = self._store.kept(self.evaluation_name(prepared, steps_done))
         if data is None:
             return None
-        fields = json.loads(data)
-        samples = [Sample(**sample) for sample in fields.pop("samples")]
-        return EvaluationResult(**fields, samples=samples)
+        return read_result(json.loads(data))
 
     def keep_evaluation(self, prepared: PreparedEvaluation, result: EvaluationResult) -> None:
         """Keep an evaluation's result. Blocks."""
@@ -182,6 +198,7 @@ def encode_batch(batch: TrainingBatch) -> bytes:
         "loss_fn": batch.loss_fn,
         "loss_fn_config": batch.loss_fn_config,
         "metrics": batch.metrics,
+        "transcripts": [asdict(transcript) for transcript in batch.transcripts],
         "data": datums,
     }
     data: bytes = save(tensors, {"batch": json.dumps(header)})
@@ -195,7 +212,13 @@ def decode_batch(data: bytes) -> TrainingBatch:
     header = _header(data)
     tensors = load(data)
     datums = [_datum(tensors, index, parts) for index, parts in enumerate(header["data"])]
-    return TrainingBatch(datums, header["loss_fn"], header["loss_fn_config"], header["metrics"])
+    return TrainingBatch(
+        datums,
+        header["loss_fn"],
+        header["loss_fn_config"],
+        header["metrics"],
+        [Transcript(**transcript) for transcript in header["transcripts"]],
+    )
 
 
 def _header(data: bytes) -> dict[str, Any]:

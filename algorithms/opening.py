@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from algorithms.base import BaseAlgorithm, RunContext, RunResult
 from algorithms.callbacks import Callback, RunPlan
 from algorithms.data.dataset import Dataset, load_dataset
@@ -41,10 +43,7 @@ async def open_live_run(
         backend = await _open_backend(experiment, store, manifest)
         try:
             context = await _context(experiment, store, dataset, backend)
-            evaluations = {
-                spec.name: await asyncio.to_thread(prepare, spec, context.tokenizer)
-                for spec in experiment.evaluations
-            }
+            evaluations = await asyncio.to_thread(_prepared, context)
             callbacks = [section.build() for section in experiment.callbacks]
             algorithm = experiment.algorithm.build()
             run = await _set_up(
@@ -102,10 +101,7 @@ async def train_alone(algorithm: BaseAlgorithm, context: RunContext) -> RunResul
                 f"continue it with `flowtune run --run-id {context.run_id}`, or take another id",
             )
         )
-    evaluations = {
-        spec.name: await asyncio.to_thread(prepare, spec, context.tokenizer)
-        for spec in experiment.evaluations
-    }
+    evaluations = await asyncio.to_thread(_prepared, context)
     callbacks = [section.build() for section in experiment.callbacks]
     run = await _set_up(algorithm, context, store, None, evaluations, callbacks, None)
     await asyncio.to_thread(_begin, run)
@@ -130,7 +126,7 @@ def check_continues(store: RunStore, experiment: Experiment) -> bool:
     before = store.read_experiment()
     if before is None:
         return False
-    if changed := _differences(before, experiment.model_dump(mode="json")):
+    if changed := _differences(_as_read_now(before), experiment.model_dump(mode="json")):
         raise UserError(*(_changed(store.run_id, *difference) for difference in changed))
     return True
 
@@ -151,6 +147,14 @@ def _resume_point(
             )
         )
     return store.latest_checkpoint()
+
+
+def _as_read_now(before: dict[str, Any]) -> dict[str, Any]:
+    """An experiment of an earlier version, with the fields that are new since at their defaults."""
+    try:
+        return Experiment.model_validate(before).model_dump(mode="json")
+    except ValidationError:  # it has something that this version does not know: that is told
+        return before
 
 
 def _differences(before: Any, now: Any, field: str = "") -> list[tuple[str, Any, Any]]:
@@ -254,6 +258,14 @@ async def _context(
     return RunContext(store.run_id, store.uri(), experiment, dataset, backend, tokenizer)
 
 
+def _prepared(context: RunContext) -> dict[str, PreparedEvaluation]:
+    experiment = context.config
+    return {
+        spec.name: prepare(spec, context.tokenizer, experiment.seed)
+        for spec in experiment.evaluations
+    }
+
+
 async def _set_up(
     algorithm: BaseAlgorithm,
     context: RunContext,
@@ -264,6 +276,8 @@ async def _set_up(
     flow_run_url: str | None,
 ) -> LiveRun:
     await algorithm.setup(context, context.backend)
+    for prepared in evaluations.values():
+        await prepared.bind(context.backend)
     first_step = 0
     state: dict[str, Any] = {}
     if manifest is not None:

@@ -508,7 +508,10 @@ class LiveRun:
         manifest = self.store.save_checkpoint(
             step=steps_done, state_uri=uri, algorithm_state=state, folder=folder
         )
-        self.store.expire(self.retention)
+        for expired in self.store.expire(self.retention):
+            if expired.state_uri is not None:
+                self.backend.discard_state(expired.state_uri)
+        self.kept.expire()
         return manifest
 
     def finish(self) -> RunResult:
@@ -522,6 +525,9 @@ class LiveRun:
                 artifacts["state"] = last.state_uri
         if self._sampler_uri is not None:
             artifacts["sampler"] = self._sampler_uri
+        how = self.retention.keep_best
+        if how is not None and (best := self.store.best_checkpoint(how)) is not None:
+            artifacts["best"] = self.store.checkpoint_uri(best)
         result = RunResult(
             self.run_id, "completed", self._final_metrics(), artifacts, recoveries=self.recoveries
         )
@@ -548,9 +554,11 @@ class LiveRun:
         for row in self.store.metrics()[-1:]:
             metrics |= {name: value for name, value in row.items() if not name.startswith("time/")}
         for row in self.store.evaluations():
-            name = f"val/{row['name']}/reward/mean"
-            metrics.setdefault(f"{name}/first", row["score"])
-            metrics[name] = row["score"]
+            for metric, value in row["metrics"].items():
+                if value is not None:  # no finite number
+                    name = f"val/{row['name']}/{metric}"
+                    metrics.setdefault(f"{name}/first", value)
+                    metrics[name] = value
         return metrics
 
     def tell(self, event: str, *args: Any) -> None:

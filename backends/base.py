@@ -58,8 +58,14 @@ class SamplingClient(Protocol):
         prompt: tinker_types.ModelInput,
         num_samples: int,
         sampling_params: tinker_types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
     ) -> Awaitable[tinker_types.SampleResponse]:
-        """Submit a sampling request; await the result for `num_samples` sequences."""
+        """Submit a sampling request; await the result for `num_samples` sequences.
+
+        With `include_prompt_logprobs` the answer's `prompt_logprobs` [len(prompt)] score the prompt
+        itself (the first has none), with `topk_prompt_logprobs` the likeliest tokens at each place.
+        """
         ...
 
 
@@ -98,6 +104,17 @@ class Backend(Protocol):
         """A client that samples from the current weights; unnamed ones are not kept."""
         ...
 
+    def open_sampling_client(
+        self, model: str | None = None, weights: str | None = None
+    ) -> Awaitable[SamplingClient]:
+        """A client for weights that stay as they are: a teacher, a judge, the base of a KL term.
+
+        `model` None is the base model that is trained here, without its adapter; `weights` are a
+        checkpoint of the model (a folder, or an address the server knows). Ends with the backend.
+        Raises UserError for a model or weights that cannot be had here.
+        """
+        ...
+
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer of the model that is trained."""
         ...
@@ -107,6 +124,13 @@ class Backend(Protocol):
 
         PEFT's layout (`adapter_model.safetensors`, `adapter_config.json`) plus, where the server
         gives it out, the optimizer's state. False if the server keeps its files to itself.
+        """
+        ...
+
+    def discard_state(self, uri: str) -> None:
+        """Remove what is behind a `save_full_state` URI: the run will never go back there.
+
+        Blocks. What cannot be removed stays, with a line in the log.
         """
         ...
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import zlib
 from collections.abc import Awaitable, Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from backends.errors import Problem, StateLostError, UserError
 if TYPE_CHECKING:
     import tinker
     from tinker import types as tinker_types
+    from tinker.types.topk_logprobs import TopkLogprobs
 
     from backends.base import ForwardBackwardResult, OptimStepResult
 
@@ -42,6 +44,8 @@ Array = npt.NDArray[np.float64]
 
 SIZE = 8
 FLOOR = 0.05
+NO_LOGPROB = -99999.0
+"""What the SDK takes for "nothing here" among the likeliest tokens."""
 WEIGHTS = "base_model.model.mock.lora.weight"
 STEPS = "base_model.model.mock.steps"
 
@@ -208,6 +212,15 @@ class MockBackend:
 
         return self._submit(work)
 
+    async def open_sampling_client(
+        self, model: str | None = None, weights: str | None = None
+    ) -> SamplingClient:
+        """The fresh weights of the run's seed if nothing is named; another model has its own."""
+        if weights is not None:
+            return MockSamplingClient(_read_state(Path(weights), False, "weights"))
+        seed = self._model.seed if model is None else zlib.crc32(model.encode())
+        return MockSamplingClient(MockState.fresh(seed))
+
     def get_tokenizer(self) -> Tokenizer:
         """A tokenizer of bytes with a chat template of its own."""
         return MockTokenizer()
@@ -218,6 +231,10 @@ class MockBackend:
             raise StateLostError(f"the mock backend holds no state {uri}")
         self._saved[uri].write(folder, self._model)
         return True
+
+    def discard_state(self, uri: str) -> None:
+        """Forget a saved state."""
+        self._saved.pop(uri, None)
 
     async def aclose(self) -> None:
         """Stop; what was submitted and has not run never will."""
@@ -287,34 +304,33 @@ def _dot(factors: Sequence[Array], logprobs: Sequence[Array]) -> float:
 
 
 class MockSamplingClient:
-    """Says back what the user said last; untrained weights say nothing."""
+    """Says back what the user said last; greedily, untrained weights say nothing.
+
+    Of the samples drawn at a temperature, half have one letter changed; the seed says which. All
+    log-probabilities are those of a forward pass of the same weights.
+    """
 
     def __init__(self, state: MockState) -> None:
-        self._trained = state.steps > 0
+        self._state = state
 
     def sample(
         self,
         prompt: tinker_types.ModelInput,
         num_samples: int,
         sampling_params: tinker_types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
     ) -> Awaitable[tinker_types.SampleResponse]:
-        """The same answer `num_samples` times."""
+        """`num_samples` answers; without a seed, drawn ones differ from call to call."""
         from tinker import types as tinker_types
 
-        heard = MockTokenizer.last_user_turn(prompt.to_ints()) if self._trained else []
-        most = sampling_params.max_tokens
-        spoken = [*heard, MockTokenizer.eos_token_id][:most]
-        whole = len(spoken) > len(heard)
+        tokens = prompt.to_ints()
         response = tinker_types.SampleResponse(
-            sequences=[
-                tinker_types.SampledSequence(
-                    stop_reason="stop" if whole else "length",
-                    sequence_id=str(index),
-                    tokens_np=np.asarray(spoken, dtype=np.int32),
-                    logprobs_np=np.full(len(spoken), -FLOOR, dtype=np.float32),
-                )
-                for index in range(num_samples)
-            ]
+            sequences=self._sequences(tokens, num_samples, sampling_params),
+            prompt_logprobs_np=self._prompt_logprobs(tokens) if include_prompt_logprobs else None,
+            topk_prompt_logprobs_np=(
+                self._likeliest(len(tokens), topk_prompt_logprobs) if topk_prompt_logprobs else None
+            ),
         )
 
         async def answered() -> tinker_types.SampleResponse:
@@ -322,10 +338,59 @@ class MockSamplingClient:
 
         return answered()
 
+    def _sequences(
+        self, prompt: list[int], num_samples: int, params: tinker_types.SamplingParams
+    ) -> list[tinker_types.SampledSequence]:
+        from tinker import types as tinker_types
+
+        heard = MockTokenizer.last_user_turn(prompt)
+        if params.temperature == 0:
+            answers = [heard if self._state.steps else []] * num_samples
+        else:
+            entropy = None if params.seed is None else [params.seed, *prompt]
+            draws = np.random.PCG64(np.random.SeedSequence(entropy)).random_raw(2 * num_samples)
+            answers = [_misheard(heard, *map(int, pair)) for pair in draws.reshape(-1, 2)]
+        sequences = []
+        for index, answer in enumerate(answers):
+            spoken = np.asarray([*answer, MockTokenizer.eos_token_id][: params.max_tokens])
+            sequences.append(
+                tinker_types.SampledSequence(
+                    stop_reason="stop" if len(spoken) > len(answer) else "length",
+                    sequence_id=str(index),
+                    tokens_np=spoken.astype(np.int32),
+                    logprobs_np=self._state.logprobs(spoken).astype(np.float32),
+                )
+            )
+        return sequences
+
+    def _prompt_logprobs(self, prompt: list[int]) -> npt.NDArray[np.float32]:
+        logprobs = self._state.logprobs(np.asarray(prompt)).astype(np.float32)
+        logprobs[0] = np.nan
+        return logprobs
+
+    def _likeliest(self, length: int, k: int) -> TopkLogprobs:
+        """The k likeliest tokens, the same at every place [length, k]; nothing at the first."""
+        from tinker.types.topk_logprobs import TopkLogprobs
+
+        logprobs = self._state.logprobs(np.arange(MockTokenizer.VOCABULARY))
+        ids = np.argsort(-logprobs, kind="stable")[:k]
+        all_ids = np.tile(ids.astype(np.int32), (length, 1))
+        all_logprobs = np.tile(logprobs[ids].astype(np.float32), (length, 1))
+        all_ids[0], all_logprobs[0] = 0, NO_LOGPROB
+        return TopkLogprobs(token_ids=all_ids, logprobs=all_logprobs)
+
+
+def _misheard(heard: list[int], chance: int, which: int) -> list[int]:
+    """What was heard, with one letter changed if the lowest bit of `chance` says so."""
+    place = which % max(len(heard), 1)
+    letter = ord("a") + (which // 2**32) % 26
+    return [*heard[:place], letter, *heard[place + 1 :]] if chance % 2 else heard
+
 
 class MockTokenizer:
     """Bytes and two special tokens, behind the methods of a Hugging Face tokenizer in use here."""
 
+    VOCABULARY: ClassVar[int] = 258
     START: ClassVar[int] = 256
     eos_token_id: ClassVar[int] = 257
     all_special_ids: ClassVar[list[int]] = [256, 257]
@@ -420,10 +485,14 @@ class MockKind:
                     "give the folder of a checkpoint",
                 )
             )
-        try:
-            saved = MockState.read(state.folder, state.optimizer)
-        except (FileNotFoundError, KeyError) as error:
-            what = f"{state.folder} is not a checkpoint of the mock backend ({error})"
-            remedy = "give the folder of a checkpoint that a mock run wrote"
-            raise UserError(Problem("model.init_from", what, remedy)) from error
+        saved = _read_state(state.folder, state.optimizer, "model.init_from")
         return MockBackend(params, model, saved)
+
+
+def _read_state(folder: Path, optimizer: bool, where: str) -> MockState:
+    try:
+        return MockState.read(folder, optimizer)
+    except (FileNotFoundError, KeyError) as error:
+        what = f"{folder} is not a checkpoint of the mock backend ({error})"
+        remedy = "give the folder of a checkpoint that a mock run wrote"
+        raise UserError(Problem(where, what, remedy)) from error

@@ -7,9 +7,12 @@ error tree and the names of the protocol in `backends.base`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
@@ -25,6 +28,7 @@ from backends.base import (
     Tokenizer,
 )
 from backends.errors import FlowtuneError, Problem, StateLostError, TransientError, UserError
+from backends.waiting import WAITS, listen_to_sdk
 
 if TYPE_CHECKING:
     import tinker
@@ -37,9 +41,12 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 REACH_SECONDS = 10.0
+DISCARD_SECONDS = 10.0
 
 SNAPSHOT_TTL_SECONDS = 7 * 24 * 3600
 """How long a server keeps a named snapshot that was made to sample from."""
+
+logger = logging.getLogger(__name__)
 
 
 class TinkerParams(BackendParams):
@@ -114,14 +121,26 @@ class Submitted(Generic[R, T]):
         answer = asyncio.ensure_future(_answer(self._future))
         ended = self._server.ended
         try:
-            await asyncio.wait(
-                {answer} if ended is None else {answer, ended}, return_when=asyncio.FIRST_COMPLETED
-            )
+            if ended is None:
+                await _patiently(answer)
+            else:
+                await asyncio.wait({answer, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise self._server.lost()
             return self._then(answer.result())
         finally:
             answer.cancel()
+
+
+async def _patiently(answer: asyncio.Future[Any]) -> None:
+    """Wait for a server that nobody here can look at; say so once it takes unusually long."""
+    started = time.monotonic()
+    patience = WAITS.slow_after()
+    await asyncio.wait({answer}, timeout=patience)
+    if not answer.done():
+        WAITS.slow(patience)
+        await asyncio.wait({answer})
+    WAITS.answered(time.monotonic() - started)
 
 
 async def _answer(future: Awaitable[R]) -> R:
@@ -142,13 +161,15 @@ class TinkerBackend:
         self,
         service: tinker.ServiceClient,
         client: tinker.TrainingClient,
-        load_tokenizer: Callable[[], Tokenizer],
+        model_name: str,
         server: Server,
+        rest: Callable[[], tinker.RestClient],
     ) -> None:
         self._service = service
         self._client = client
         self._server = server
-        self._load_tokenizer = load_tokenizer
+        self._model_name = model_name
+        self._rest = rest
         self._tokenizer: Tokenizer | None = None
 
     @property
@@ -222,22 +243,44 @@ class TinkerBackend:
         saved = Submitted(saving, lambda saved: saved.path, self._server)
         return _NamedSnapshot(saved, self._service, self._server)
 
+    async def open_sampling_client(
+        self, model: str | None = None, weights: str | None = None
+    ) -> SamplingClient:
+        """A client for the server's own weights: a base model, or those under a `tinker://` URI."""
+        if weights is None:
+            model = model or self._model_name
+        elif not weights.startswith("tinker://"):
+            raise UserError(
+                Problem(
+                    "weights",
+                    f"the server reads no files of yours, such as {weights}",
+                    "give the tinker:// address of weights that it holds",
+                )
+            )
+        return await frozen_sampling_client(self._service, self._server, model, weights)
+
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer, loaded once."""
         if self._tokenizer is None:
-            self._tokenizer = self._load_tokenizer()
+            from backends.tokenizer import load_tokenizer
+
+            self._tokenizer = load_tokenizer(self._model_name)
         return self._tokenizer
 
     async def export_state(self, uri: str, folder: Path) -> bool:
         """The server keeps its checkpoints to itself; they are found under their URI."""
         return False
 
+    def discard_state(self, uri: str) -> None:
+        """Delete the checkpoint at the server."""
+        try:
+            self._rest().delete_checkpoint_from_tinker_path(uri).result(DISCARD_SECONDS)
+        except Exception as error:  # noqa: BLE001  (it costs storage, and no run)
+            logger.warning("%s stays at the server: %s", uri, house_error(error))
+
     async def aclose(self) -> None:
         """Finish the session at the server."""
-        try:
-            await self._service.close("success")
-        except Exception as error:
-            raise house_error(error) from error
+        await finish_session(self._service)
 
 
 class TinkerSamplingClient:
@@ -252,9 +295,13 @@ class TinkerSamplingClient:
         prompt: tinker_types.ModelInput,
         num_samples: int,
         sampling_params: tinker_types.SamplingParams,
+        include_prompt_logprobs: bool = False,
+        topk_prompt_logprobs: int = 0,
     ) -> Awaitable[tinker_types.SampleResponse]:
         """Submit a sampling request; await the result for `num_samples` sequences."""
-        future = self._client.sample(prompt, num_samples, sampling_params)
+        future = self._client.sample(
+            prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs
+        )
         return Submitted(future, _itself, self._server)
 
 
@@ -275,6 +322,45 @@ class _NamedSnapshot:
         return TinkerSamplingClient(client, self._server)
 
 
+async def finish_session(service: tinker.ServiceClient) -> None:
+    """Tell the server that a session is over. Safe to call twice."""
+    try:
+        await service.close("success")
+    except Exception as error:
+        raise house_error(error) from error
+
+
+async def frozen_sampling_client(
+    service: tinker.ServiceClient, server: Server, model: str | None, weights: str | None
+) -> SamplingClient:
+    """A client for the weights under a URI, or for a base model; with both, weights of that model.
+
+    Servers load weights when they are first asked to sample, so one token is drawn here: what
+    cannot be had is found out now. Raises UserError.
+    """
+    from tinker import types as tinker_types
+
+    def submit() -> Awaitable[tinker.SamplingClient]:  # creating the session blocks
+        return service.create_sampling_client(weights, None if weights else model)
+
+    async def create() -> tinker.SamplingClient:
+        return await (await asyncio.to_thread(submit))
+
+    where = "weights" if weights else "model"
+    try:
+        client = await Submitted(create(), _itself, server)
+        if model is not None and (base := client.get_base_model()) != model:
+            raise UserError(Problem("weights", f"{weights} are weights of {base}, not of {model}"))
+        sampling_client = TinkerSamplingClient(client, server)
+        prompt = tinker_types.ModelInput.from_ints([0])
+        await sampling_client.sample(prompt, 1, tinker_types.SamplingParams(max_tokens=1))
+    except UserError as error:
+        raise UserError(
+            *(Problem(where, f"{weights or model}: {p.what}", p.remedy) for p in error.problems)
+        ) from error
+    return sampling_client
+
+
 B = TypeVar("B", bound=TinkerBackend)
 
 
@@ -292,8 +378,7 @@ async def connect(
     """
     import tinker
 
-    from backends.tokenizer import load_tokenizer
-
+    listen_to_sdk()
     server = server or Server()
     service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
 
@@ -316,7 +401,8 @@ async def connect(
         return await (await asyncio.to_thread(submit))
 
     client = await Submitted(create(), _itself, server)
-    return cls(service, client, lambda: load_tokenizer(model.name), server)
+    rest = cache(lambda: tinker.RestClient(base_url=base_url, api_key=api_key))
+    return cls(service, client, model.name, server, rest)
 
 
 class TinkerKind:

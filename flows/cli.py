@@ -18,6 +18,7 @@ import shlex
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
@@ -26,11 +27,13 @@ import typer
 from backends.errors import FlowtuneError, Problem, UserError
 
 if TYPE_CHECKING:
+    from prefect import State
     from pydantic import BaseModel
     from rich.console import Console
 
     from algorithms.experiment import Experiment
     from algorithms.sections import OneOf
+    from flows.prefect_server import PendingServer
     from flows.terminal import Terminal
 
 FAILED, MISTAKE, TAKEN_OVER, INTERRUPTED = 1, 2, 3, 130
@@ -126,26 +129,37 @@ def _train(experiment: Experiment, run_id: str, terminal: Terminal, again: str) 
             terminal.phase("starting a local Prefect server (half a minute, the first time)")
         else:
             terminal.phase("loading")
-        # A server that is starting does so in its own process, while this one imports.
+        result = asyncio.run(_flow(experiment, run_id, terminal, pending))
+    server = pending.info
+    assert isinstance(result, dict)  # a state is what a cancelled flow returns
+    terminal.close()
+    page = terminal.plan.flow_run_url if terminal.plan else None
+    links = {"in Prefect": page or server.ui_url, "stop Prefect": server.stop_command}
+    _closing(terminal.console, result, links)
+
+
+async def _flow(
+    experiment: Experiment, run_id: str, terminal: Terminal, pending: PendingServer
+) -> dict[str, Any] | State[Any]:
+    """Run the train flow; the engine and a new server start in their processes as this imports."""
+    from backends.embedded import started_early
+
+    async with started_early(experiment.backend.params, experiment.model_spec()):
+        await asyncio.to_thread(import_module, "flows.train")
+        await asyncio.to_thread(pending.wait)
         from prefect import tags
         from prefect.exceptions import CancelledRun, TerminationSignal
 
         from flows.train import train
         from tasks.session import watch
 
-        server = pending.wait()
         terminal.phase("opening the run")
         named = train.with_options(flow_run_name=run_id)
         with watch(terminal), tags(*experiment.tags):
             try:
-                result = asyncio.run(named(experiment, run_id=run_id))
+                return await named(experiment, run_id=run_id)
             except (CancelledRun, TerminationSignal):  # TerminationSignal: before the flow began
                 raise KeyboardInterrupt from None
-    assert isinstance(result, dict)  # a state is what a cancelled flow returns
-    terminal.close()
-    page = terminal.plan.flow_run_url if terminal.plan else None
-    links = {"in Prefect": page or server.ui_url, "stop Prefect": server.stop_command}
-    _closing(terminal.console, result, links)
 
 
 def _closing(console: Console, result: dict[str, Any], links: dict[str, str]) -> None:
@@ -295,7 +309,7 @@ def validate(
 
 @app.command(name="list")
 def list_kinds() -> None:
-    """List what an experiment can name: algorithms, backends, data, verifiers, callbacks."""
+    """List what an experiment can name: algorithms, backends, data, transforms, verifiers, …"""
     from rich.table import Table
 
     from algorithms.registry import listings
@@ -313,7 +327,7 @@ def list_kinds() -> None:
 
 @app.command()
 def schema(
-    kind: Annotated[str | None, typer.Argument(help="algorithm, backend, data or verifier")] = None,
+    kind: Annotated[str | None, typer.Argument(help="algorithm, data, transform, …")] = None,
     name: Annotated[str | None, typer.Argument(help="which one, as `flowtune list` says")] = None,
 ) -> None:
     """Print the JSON schema of the experiment, or of the parameters of one kind."""
@@ -392,6 +406,9 @@ def _checked(config: Path, overrides: list[str]) -> Experiment:
 
 def _schema(kind: str | None, name: str | None) -> dict[str, Any]:
     from algorithms import experiment as document
+    from algorithms.data.transforms import TransformField
+    from algorithms.rewards.section import VerifierField
+    from algorithms.rollouts.environment import EnvironmentField
 
     if kind is None:
         return document.Experiment.model_json_schema()
@@ -399,7 +416,9 @@ def _schema(kind: str | None, name: str | None) -> dict[str, Any]:
         "algorithm": document.AlgorithmField,
         "backend": document.BackendField,
         "data": document.DataField,
-        "verifier": document.VerifierField,
+        "transform": TransformField,
+        "verifier": VerifierField,
+        "environment": EnvironmentField,
         "callback": document.CallbackField,
     }
     field = fields.get(kind.removesuffix("s"))

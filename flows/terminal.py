@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -31,7 +32,7 @@ PLAIN_LINE_SECONDS = 5.0
 LOG_FILES_KEPT = 20
 WARM_UP_STEPS = 2
 """Their times say nothing of the others."""
-LOSS_COLUMNS = {"train_mean_nll": "loss", "loss": "loss", "reward/mean": "reward"}
+LOSS_COLUMNS = {"reward/mean": "reward", "train_mean_nll": "loss", "loss": "loss"}
 """Which column of a row stands for the training, and what it is called here; the first there is."""
 
 SHOWN_ELSEWHERE = ("prefect.flow_runs", "prefect.task_runs", "prefect.engine")
@@ -197,11 +198,12 @@ def _change(before: float | None, after: float) -> Text:
 
 
 def scores(metrics: Mapping[str, float]) -> dict[str, tuple[float | None, float]]:
-    """Each evaluation's mean reward before and after, from a result's metrics."""
+    """Each evaluation's score before and after, from a result's metrics."""
     found = {}
     for name, value in metrics.items():
-        if name.startswith("val/") and name.endswith("/reward/mean") and value is not None:
-            found[name.split("/")[1]] = (metrics.get(f"{name}/first"), value)
+        scored = re.fullmatch(r"val/([^/]+)/(reward/mean|nll)", name)
+        if scored and value is not None:
+            found[scored[1]] = (metrics.get(f"{name}/first"), value)
     return found
 
 

@@ -10,8 +10,8 @@ from prefect.runtime import flow_run
 from algorithms.experiment import Experiment
 from tasks import session
 from tasks.interruption import interruptible
-from tasks.open_run import RunHandle, open_run
-from tasks.recovery import RECOVERABLE, recover
+from tasks.open_run import RunHandle
+from tasks.recovery import RECOVERABLE, Recovery
 from tasks.report import progress_artifact, report
 from tasks.segment import settle, train_operations, train_segment
 
@@ -26,8 +26,10 @@ async def train(experiment: Experiment, run_id: str | None = None) -> dict[str, 
     by itself; when it is cancelled, it saves and ends.
     """
     run_id = run_id or f"{experiment.name}-{str(flow_run.id)[:8]}"
-    async with interruptible(run_id) as interruption, session.closing(run_id):
-        run = await open_run(experiment, run_id)
+    waits, closing = session.telling_of_waits(run_id), session.closing(run_id)
+    async with interruptible(run_id) as interruption, waits, closing:
+        recovery = Recovery(experiment, run_id)
+        run = await recovery.open()
         if run.result is not None:
             return run.result
         async with progress_artifact(run_id):
@@ -36,7 +38,7 @@ async def train(experiment: Experiment, run_id: str | None = None) -> dict[str, 
                     await train_all(run)
                     break
                 except RECOVERABLE as lost:
-                    run = await recover(run, lost)
+                    run = await recovery.after(lost)
         return await report(run_id)
     return await interruption.state()
 

@@ -48,7 +48,7 @@ RULES = (
         "open_run",
         False,
         "",
-        "a mistake does not go away; a backend is started once, a lease taken once",
+        "a mistake does not go away; the loss of an engine is a recovery, and counted as one",
     ),
     Rule(
         "build_batch",

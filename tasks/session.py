@@ -11,10 +11,14 @@ import logging
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
+from prefect import get_run_logger
+
 from algorithms.base import RunResult
 from algorithms.callbacks import Callback
 from algorithms.run import LiveRun
 from backends.errors import FlowtuneError
+from backends.storage.lease import LeaseLost
+from backends.waiting import WAITS
 
 CLOSE_SECONDS = 20.0
 """How long a backend may take to end its session before it is left to itself."""
@@ -59,9 +63,14 @@ async def closing(run_id: str) -> AsyncIterator[None]:
         yield
     except BaseException as error:
         if run_id in _runs:
-            await _runs[run_id].beside.cancel()
+            if isinstance(error, asyncio.CancelledError):
+                _runs[run_id].store.objects.hurry()  # who stops a run does not wait for its store
+            await _runs[run_id].cancel()
             try:
-                await asyncio.to_thread(_runs[run_id].fail, error)
+                result = await asyncio.to_thread(_runs[run_id].fail, error)
+                if result.status == "failed" and not isinstance(error, LeaseLost):
+                    # That is the run which people ask about.
+                    await asyncio.to_thread(_report, _runs[run_id], result)
             except FlowtuneError as second:
                 error.add_note(f"It could not be written into the run's folder: {second}")
         raise
@@ -69,6 +78,12 @@ async def closing(run_id: str) -> AsyncIterator[None]:
         run = _runs.pop(run_id, None)
         if run is not None:
             await close_backend(run)
+
+
+def _report(run: LiveRun, result: RunResult) -> None:
+    from tasks.report import write_report  # here, as that module imports this one
+
+    write_report(run.store, result.status, run.algorithm.setup_metrics(), result.error)
 
 
 async def close_backend(run: LiveRun) -> None:
@@ -87,6 +102,22 @@ def notify(run_id: str, words: str) -> None:
     else:
         for callback in _watchers:
             callback.on_notice(words)
+
+
+@asynccontextmanager
+async def telling_of_waits(run_id: str) -> AsyncIterator[None]:
+    """Show what the run waits for at its server, on the terminal and in Prefect's log."""
+    loop, log = asyncio.get_running_loop(), get_run_logger()
+
+    def show(words: str) -> None:
+        log.warning("run %s: %s", run_id, words)
+        notify(run_id, words)
+
+    def hear(words: str) -> None:  # in the SDK's thread
+        loop.call_soon_threadsafe(show, words)
+
+    with WAITS.told_to(hear):
+        yield
 
 
 def over(result: RunResult) -> None:

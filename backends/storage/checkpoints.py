@@ -71,7 +71,9 @@ class Best(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     metric: str = Field(description="the name of an evaluation, or of a column of metrics.jsonl")
-    mode: Literal["max", "min"] = Field("max", description="whether more or less is better")
+    mode: Literal["max", "min"] | None = Field(
+        None, description="whether more or less is better; as the metric says if null"
+    )
 
 
 class Retention(BaseModel):
@@ -193,8 +195,13 @@ class Checkpoints:
             manifests = self.all()
             kept = {manifest.step for manifest in manifests[-keep.keep_last :]}
             if keep.keep_best is not None:
-                best = _best(manifests, keep.keep_best, scores)
+                best = best_step(manifests, keep.keep_best, scores)
                 if best is None:
+                    logger.warning(
+                        "no checkpoint expires: none of them has %r, which "
+                        "checkpoints.keep_best.metric names",
+                        keep.keep_best.metric,
+                    )
                     return []
                 kept.add(best)
             expired = [manifest for manifest in manifests if manifest.step not in kept]
@@ -278,20 +285,19 @@ def _step_of(key: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _best(
+def best_step(
     manifests: list[CheckpointManifest], best: Best, scores: Mapping[int, float]
 ) -> int | None:
-    """The step of the best checkpoint, the earliest of equals; None if none has the metric."""
+    """The step of the best checkpoint, the earliest of equals; None if none has the metric.
+
+    `scores` are those of the evaluation that `best` names, by step.
+    """
     values: dict[int, float] = {}
     for manifest in manifests:
         value = scores.get(manifest.step, (manifest.metrics or {}).get(best.metric))
         if isinstance(value, (int, float)):
-            values[manifest.step] = value if best.mode == "max" else -value
+            values[manifest.step] = -value if best.mode == "min" else value
     if not values:
-        logger.warning(
-            "no checkpoint expires: none of them has %r, which checkpoints.keep_best.metric names",
-            best.metric,
-        )
         return None
     return max(values, key=lambda step: (values[step], -step))
 

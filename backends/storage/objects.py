@@ -92,6 +92,9 @@ class ObjectStore(ABC):
     def root(self) -> str:
         """Where the store lies, for people and for `open_store`."""
 
+    def hurry(self) -> None:  # noqa: B027  (most stores never wait)
+        """Wait no longer for a service that is away: whatever is asked of it now, or is, fails."""
+
     @abstractmethod
     def read(self, key: str) -> bytes:
         """The whole object. Raises NotFound."""

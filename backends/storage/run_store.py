@@ -7,6 +7,7 @@
       metrics.jsonl            one row per step, counted done from 1
       evaluations.jsonl        one row per evaluation
       evaluations/<name>/step-000200.jsonl    its samples
+      rollouts/step-000200.jsonl              what an on-policy step was trained on
       checkpoints/step-000200/                the files of a checkpoint, manifest.json last
       cache/                   results that must not be computed twice
       report.md, report/*.png
@@ -29,7 +30,7 @@ import json
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -42,9 +43,11 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from backends.errors import Problem, UserError
 from backends.storage.checkpoints import (
     KINDS_KEPT,
+    Best,
     CheckpointManifest,
     Checkpoints,
     Retention,
+    best_step,
     step_name,
     steps_with_manifest,
 )
@@ -71,6 +74,8 @@ PACKAGES_RECORDED = (
     "fsspec",
     "s3fs",
 )
+
+DELETES_AT_ONCE = 8
 
 PLAIN_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}"
 
@@ -332,6 +337,21 @@ class RunStore:
         self._evaluations.flush(self._check_lease)
         return self.uri(samples)
 
+    def write_rollouts(self, step: int, rollouts: Sequence[Any]) -> None:
+        """Keep the rollouts that a step was trained on, one a line; again: in their place."""
+        lines = [encode_row(as_mapping(rollout)) for rollout in rollouts]
+        self._write(f"rollouts/{step_name(step)}.jsonl", b"".join(lines))
+
+    def rollouts(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts that were kept of a step."""
+        data = self.objects.read(self._key(f"rollouts/{step_name(step)}.jsonl"))
+        return [json.loads(line) for line in data.splitlines()]
+
+    def rollout_steps(self) -> list[int]:
+        """The steps that rollouts were kept of, in their order."""
+        keys = self.objects.keys(self._key("rollouts"))
+        return sorted(int(PurePosixPath(key).stem.rpartition("-")[2]) for key in keys)
+
     def evaluations(self) -> list[dict[str, Any]]:
         """All evaluations so far, by step and name."""
         return self._evaluations.rows()
@@ -384,6 +404,14 @@ class RunStore:
         """The checkpoint of the most steps, or None."""
         return self._checkpoints.latest()
 
+    def best_checkpoint(self, best: Best) -> CheckpointManifest | None:
+        """The best of the checkpoints that are kept, as `keep_best` says; None if none is scored."""
+        rows = self.evaluations()
+        scores = {row["step"]: row["score"] for row in rows if row["name"] == best.metric}
+        manifests = self.checkpoints()
+        step = best_step(manifests, best, scores)
+        return next((manifest for manifest in manifests if manifest.step == step), None)
+
     def checkpoint_uri(self, manifest: CheckpointManifest) -> str:
         """Where the checkpoint's files lie."""
         return self.objects.uri(self._checkpoints.key(manifest.step))
@@ -435,6 +463,19 @@ class RunStore:
     def keep(self, name: str, data: bytes) -> None:
         """Keep a result under a plain name, such as `build_batch-<sha256>.safetensors`."""
         self._write(_cache_name(name), data)
+
+    def kept_names(self) -> list[str]:
+        """The names of everything that was kept; one listing."""
+        return [PurePosixPath(key).name for key in self.objects.keys(self._key("cache"))]
+
+    def forget(self, names: Iterable[str]) -> None:
+        """Remove kept results that nobody will ask for again; what is not there is no error."""
+        keys = [self._key(_cache_name(name)) for name in names]
+        if not keys:
+            return
+        self._check_lease()
+        with ThreadPoolExecutor(max_workers=DELETES_AT_ONCE) as pool:
+            list(pool.map(self.objects.delete, keys))
 
     def _write(self, name: str, data: bytes) -> None:
         self.objects.write(self._key(name), data, self._check_lease)

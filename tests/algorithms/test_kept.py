@@ -19,6 +19,7 @@ from algorithms.experiment import EvaluationSpec
 from algorithms.kept import Kept, Lineage, decode_batch, encode_batch
 from algorithms.opening import open_live_run
 from backends.mock import MockTokenizer
+from backends.storage.lease import LeaseLost
 from backends.storage.run_store import RunStore
 from tests.algorithms.samples import ROWS, experiment
 from tests.algorithms.sampling_algorithm import Sampling
@@ -90,6 +91,43 @@ def test_a_batch_under_a_callable_is_not_kept(tmp_path: Path) -> None:
     results = Kept(store(tmp_path), Lineage.begin("this code"))
     results.keep_batch(0, TrainingBatch(BATCH.data, lambda output, data: output.logprobs.sum()))
     assert results.read_batch(0) is None
+
+
+def test_batches_behind_all_but_two_checkpoints_expire(tmp_path: Path) -> None:
+    run, lineage = store(tmp_path), Lineage.begin("this code")
+    results = Kept(run, lineage)
+
+    def steps_kept() -> list[int]:
+        return [step for step in range(9) if run.kept(results.batch_name(step)) is not None]
+
+    def save(step: int) -> None:
+        (tmp_path / "files").mkdir(exist_ok=True)
+        run.rewind(step)
+        run.save_checkpoint(
+            step=step, state_uri=None, algorithm_state={}, folder=tmp_path / "files"
+        )
+
+    run.keep("evaluate-0.json", b"{}")
+    for step in range(6):
+        results.keep_batch(step, BATCH)
+    save(2)
+    results.expire()
+    assert steps_kept() == [0, 1, 2, 3, 4, 5]
+    save(4)
+    results.expire()
+    assert steps_kept() == [2, 3, 4, 5]
+    assert not results.has_batch(1)
+    save(6)
+    again = Kept(run, lineage)  # as after a kill between the manifest and its expiry
+    again.look()
+    again.keep_batch(6, BATCH)
+    again.expire()
+    assert steps_kept() == [4, 5, 6]
+    assert run.kept("evaluate-0.json") is not None
+    RunStore(tmp_path, "a").take_lease()
+    with pytest.raises(LeaseLost):
+        run.forget([results.batch_name(4)])
+    assert steps_kept() == [4, 5, 6]
 
 
 def test_a_lineage_stays_while_the_code_does_and_never_comes_back() -> None:

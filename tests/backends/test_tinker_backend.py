@@ -23,6 +23,7 @@ from backends.base import ModelOutput, ModelSpec, SavedState
 from backends.embedded import EmbeddedKind, EmbeddedParams, EngineProcess
 from backends.errors import Problem, StateLostError, UserError
 from backends.tinker import TinkerBackend, TinkerKind, TinkerParams, connect, house_error
+from backends.waiting import WAITS
 from tests.servers.proxy import recording_proxy
 
 ROOT = Path(__file__).parents[2]
@@ -92,6 +93,45 @@ async def test_methods_submit_when_called_and_not_when_awaited(engine: EnginePro
         for call in calls:
             await call
         await backend.aclose()
+
+
+async def test_a_server_that_pauses_its_clients_is_waited_for_and_says_why(
+    engine: EngineProcess,
+) -> None:
+    """Once a change, and not at each of the polls; already while the model is created."""
+    heard: list[str] = []
+    with recording_proxy(engine.url) as wire, WAITS.told_to(heard.append):
+        wire.pauses = ["all GPUs are in use"] * 3
+        backend = await connect(TinkerBackend, wire.url, KEY, SPEC, None)
+        assert heard == [
+            "the server has paused this run's requests: all GPUs are in use",
+            "the server goes on after 0 s",
+        ]
+        del heard[:]
+        wire.pauses = ["", "", "maintenance"]
+        result = await backend.forward_backward_async(DATA, loss_fn="cross_entropy")
+        assert result.metrics["loss:sum"] > 0
+        assert heard == [
+            "the server has paused this run's requests: it is short of capacity",
+            "the server has paused this run's requests: maintenance",
+            "the server goes on after 0 s",
+        ]
+        await backend.aclose()
+
+
+async def test_a_state_that_expired_is_deleted_at_the_server(
+    engine: EngineProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    backend = await connect(TinkerBackend, engine.url, KEY, SPEC, None)
+    old, new = [await backend.save_full_state(name) for name in ("old", "new")]
+    states = {path.name for path in engine.scratch.glob("checkpoints/*/weights/*")}
+    await asyncio.to_thread(backend.discard_state, old)
+    left = {path.name for path in engine.scratch.glob("checkpoints/*/weights/*")}
+    assert states - left == {"old"}
+    assert "new" in left
+    await asyncio.to_thread(backend.discard_state, old)  # a failure ends no run
+    assert f"{old} stays at the server" in caplog.text
+    await backend.aclose()
 
 
 async def test_the_page_on_the_engine_trains_as_it_says(engine: EngineProcess) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.chaos.compare import differences
-from tests.chaos.processes import Attempt, Stuck
+from tests.chaos.processes import Attempt, Stuck, wait_until
 from tests.chaos.scene import LOG_LINES_SHOWN, VICTIMS, Course, Scene, Servers, Victim
 from tests.servers.faults import WAYS
 
@@ -28,6 +28,9 @@ LOST: Final = "has taken it over"
 """What a process says that another one has the run of."""
 DOWN_SECONDS: Final = 2.0
 """The longest that what was killed stays down, when it does not belong to the run."""
+LONG_DOWN_SECONDS: Final = 30.0
+LONG_DOWN: Final = 0.25
+"""How often Prefect stays away for as long as that, as in an upgrade of its server."""
 
 
 @dataclass
@@ -130,8 +133,9 @@ class Campaign:
             if scene.done():
                 self.tally.went_on["by itself"] += len(killed)
                 return True
-            # An open run recovers from the loss of its engine without leaving its process.
-            if not killed or (set(killed) == {"engine"} and attempt.opened):
+            # A run recovers from the loss of its engine without leaving its process; one that is
+            # only about to be opened says that a server is not there.
+            if not killed or (set(killed) == {"engine"} and (attempt.opened or scene.own_engine)):
                 cause = f"{len(killed)} kills of the engine" if killed else "nothing"
                 self._complain(scene.run_id, f"the process ended after {cause}:\n{_last(attempt)}")
                 return False
@@ -174,9 +178,19 @@ class Campaign:
             self._tell(f"    {time.monotonic() - attempt.started:5.1f} s: kill -9 {victim}")
             if victim in ("flow", "all"):
                 break
-            time.sleep(self._chance.uniform(0, DOWN_SECONDS))
+            self._stay_down(victim, attempt)
             self._servers.stand_up()
         return killed
+
+    def _stay_down(self, victim: Victim, attempt: Attempt) -> None:
+        seconds = self._chance.uniform(0, DOWN_SECONDS)
+        if victim == "prefect" and self._chance.random() < LONG_DOWN:
+            seconds = LONG_DOWN_SECONDS
+            self._tell(f"            which stays away for {seconds:.0f} s")
+        until = time.monotonic() + seconds
+        wait_until(
+            lambda: attempt.ended or time.monotonic() > until, seconds + 1, "the clock stands still"
+        )
 
     def _complain(self, run_id: str, words: str) -> None:
         self._tell(f"    WRONG: {words}")

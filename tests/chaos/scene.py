@@ -161,6 +161,11 @@ class Scene:
         return served.store if served is not None else None
 
     @property
+    def own_engine(self) -> bool:
+        """Whether the run starts its engine itself."""
+        return not self._course.proxied
+
+    @property
     def startable_twice(self) -> bool:
         """Whether a second process can be started while one trains; a flow run has but one."""
         return not self._course.deployed

@@ -15,10 +15,12 @@ import pytest
 
 from algorithms.callbacks import Callback
 from algorithms.experiment import Experiment
+from algorithms.run import LiveRun
 from backends.errors import FlowtuneError, Problem, StateLostError, TransientError, UserError
-from backends.mock import MockBackend
+from backends.mock import MockBackend, MockKind
 from backends.storage.lease import LeaseLost
 from backends.storage.run_store import RunStore
+from backends.waiting import WAITS
 from tests.algorithms.sampling_algorithm import Sampling
 from tests.flows.test_train import adapter, experiment, metrics, run
 from tests.servers.prefect import PrefectServer
@@ -135,6 +137,68 @@ async def test_recoveries_are_bounded_and_counted(
     assert RunStore(tmp_path, "a").checkpoint_steps() == [4]
 
 
+async def test_a_checkpoint_gives_a_run_its_recoveries_back(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks import session
+
+    class Saves(Callback):
+        def __init__(self) -> None:
+            self.of = {step: asyncio.Event() for step in (0, 4, 8, 12)}
+            self.of[0].set()
+
+        def on_save(self, step: int, uri: str) -> None:
+            self.of[step].set()
+
+    saves, lost = Saves(), {1, 5, 9}
+    real = LiveRun.optim_step
+
+    async def optim_step(self: LiveRun, step: int) -> Any:
+        result = await real(self, step)
+        if step in lost:
+            lost.remove(step)
+            await saves.of[step - 1].wait()
+            raise StateLostError("out of memory")
+        return result
+
+    monkeypatch.setattr(LiveRun, "optim_step", optim_step)
+    with session.watch(saves):
+        result = await run(experiment(tmp_path, orchestration={"max_recoveries": 1}), "a")
+    assert (result["status"], result["recoveries"]) == ("completed", 3)
+
+
+async def test_a_run_that_is_lost_while_it_opens_is_opened_again(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within the same bound as later, for the opened run went no further than the first."""
+    from tasks import recovery
+
+    monkeypatch.setattr(recovery, "WAITS_SECONDS", (0.0,))
+    opened = 0
+    real = MockKind.open
+
+    async def open_mock(*args: Any) -> MockBackend:
+        nonlocal opened
+        opened += 1
+        if opened <= 2:
+            raise StateLostError("the engine was killed by signal 9")
+        return await real(*args)
+
+    monkeypatch.setattr(MockKind, "open", open_mock)
+    with pytest.raises(StateLostError, match="signal 9") as raised:
+        await run(experiment(tmp_path, orchestration={"max_recoveries": 1}), "a")
+    assert "recovered 1 times" in raised.value.__notes__[0]
+    opened = 0
+    result = await run(experiment(tmp_path, orchestration={"max_recoveries": 2}), "a")
+    assert (result["status"], result["recoveries"]) == ("completed", 2)
+    event = await recovered_event(prefect_server, "a")
+    assert event["payload"] == {
+        "cause": "the engine was killed by signal 9",
+        "step": 0,
+        "recoveries": 2,
+    }
+
+
 async def test_a_users_mistake_is_never_recovered_from(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,6 +220,42 @@ async def test_a_replay_takes_its_own_samples_out_of_the_store(
     assert result["recoveries"] == 1
     assert Sampling.sampled == list(range(12))
     same(tmp_path, "lost", "whole")
+
+
+async def test_what_the_server_lets_a_run_wait_for_is_shown(
+    prefect_server: PrefectServer, tmp_path: Path
+) -> None:
+    from tasks import session
+
+    class Watcher(Callback):
+        notices: ClassVar[list[str]] = []
+
+        def on_step(self, row: Any) -> None:
+            if row["step"] == 5:
+                WAITS.queue_state("paused_capacity", "all GPUs are in use")
+                WAITS.queue_state("active", None)
+
+        def on_notice(self, words: str) -> None:
+            self.notices.append(words)
+
+    with session.watch(Watcher()):
+        result = await run(experiment(tmp_path), "a")
+    assert result["status"] == "completed"
+    paused = "the server has paused this run's requests: all GPUs are in use"
+    assert Watcher.notices == [paused, "the server goes on after 0 s"]
+    await logged(prefect_server, f"run a: {paused}")
+
+
+async def logged(server: PrefectServer, message: str) -> None:
+    """Wait until Prefect shows a line of a run's log."""
+    async with httpx.AsyncClient(trust_env=False) as client, asyncio.timeout(30):
+        while True:
+            answer = await client.post(
+                f"{server.api_url}/logs/filter", json={"sort": "TIMESTAMP_DESC"}
+            )
+            if message in [row["message"] for row in answer.json()]:
+                return
+            await asyncio.sleep(0.3)
 
 
 async def test_a_run_that_was_taken_over_ends_and_writes_nothing_more(
@@ -212,10 +312,24 @@ async def test_a_run_that_is_asked_to_stop_saves_and_is_cancelled(
 
 
 async def test_a_killed_engine_costs_the_steps_since_the_last_checkpoint(
-    prefect_server: PrefectServer, tmp_path: Path
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real engine, on-policy: the same samples and the same bits."""
-    from tasks import session
+    """The real engine, on-policy: the same samples and the same bits.
+
+    A first engine is killed while it still loads, a second one in the midst of the steps.
+    """
+    from tasks import recovery, session
+
+    monkeypatch.setattr(recovery, "WAITS_SECONDS", (0.0,))
+    real = asyncio.create_subprocess_exec
+    engines: list[asyncio.subprocess.Process] = []
+
+    async def killed_at_first(*args: Any, **kwargs: Any) -> asyncio.subprocess.Process:
+        process = await real(*args, **kwargs)
+        engines.append(process)
+        if len(engines) == 1:
+            process.kill()
+        return process
 
     class Killer(Callback):
         killed: bool = False
@@ -236,8 +350,10 @@ async def test_a_killed_engine_costs_the_steps_since_the_last_checkpoint(
     )
     await run(spec, "whole")
     Sampling.sampled.clear()
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", killed_at_first)
     with session.watch(Killer()):
         result = await run(spec, "lost")
-    assert result["recoveries"] == 1
+    assert [engine.returncode for engine in engines[:2]] == [-signal.SIGKILL] * 2
+    assert (len(engines), result["recoveries"]) == (3, 2)
     assert Sampling.sampled == list(range(7))
     same(tmp_path, "lost", "whole", last=7)

@@ -152,6 +152,18 @@ async def test_another_experiment_may_not_take_over_a_run(
         await run(experiment(tmp_path, data=rows), "a")
 
 
+async def test_a_run_of_an_earlier_version_is_continued(
+    prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its experiment lacks the fields that are new since."""
+    await run_until(experiment(tmp_path), "a", 6, monkeypatch)
+    file = tmp_path / "a/experiment.yaml"
+    written = file.read_text()
+    assert "lora_rank" in written
+    file.write_text("".join(line for line in written.splitlines(True) if "lora_rank" not in line))
+    assert (await run(experiment(tmp_path), "a"))["status"] == "completed"
+
+
 def fail_once(monkeypatch: pytest.MonkeyPatch, step: int, error: Exception) -> list[int]:
     """Have the first build of a step's batch fail; returns the steps as they are built."""
     from algorithms.mock_sft import MockSFT

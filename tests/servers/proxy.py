@@ -14,7 +14,7 @@ import httpx
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 UNSENT = {"host", "content-length", "transfer-encoding", "connection"}
@@ -26,12 +26,14 @@ class Recording:
     """Requests as they arrived, by the last part of their path.
 
     With `hold` and `until` set, requests of the one name wait until one of the other has arrived.
+    So many of the next polls as `pauses` has reasons are told that the queue is paused.
     """
 
     url: str = ""
     arrived: list[str] = field(default_factory=list)
     hold: str | None = None
     until: str | None = None
+    pauses: list[str] = field(default_factory=list)
     _arrival: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def note(self, name: str) -> None:
@@ -49,6 +51,9 @@ def _application(upstream: str, recording: Recording) -> Starlette:
     async def forward(request: Request) -> Response:
         name = request.url.path.rsplit("/", 1)[-1]
         await recording.note(name)
+        if name == "retrieve_future" and recording.pauses:
+            paused = {"type": "try_again", "request_id": "", "queue_state": "paused_capacity"}
+            return JSONResponse(paused | {"queue_state_reason": recording.pauses.pop(0)}, 408)
         headers = {k: v for k, v in request.headers.items() if k not in UNSENT}
         answer = await client.request(
             request.method,

@@ -181,6 +181,25 @@ def test_a_service_that_stands_still_is_not_waited_for_for_ever(
                 call()
 
 
+def test_who_stops_a_run_does_not_wait_for_a_service_that_is_away(
+    s3_uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def away(self: S3Store, key: str, *_: object) -> None:
+        asked.set()
+        raise module._Passing(f"{key}: the service is away")
+
+    monkeypatch.setattr(S3Store, "_call_once", away)
+    store = S3Store(s3_uri)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(store.read, "run/a")
+        assert asked.wait(10)
+        store.hurry()
+        with pytest.raises(TransientError, match="run/a: the service is away"):
+            reading.result(module.PATIENCE_SECONDS / 6)
+
+
 @pytest.mark.parametrize(
     ("code", "meaning"),
     [
