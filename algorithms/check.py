@@ -136,7 +136,7 @@ def _check_data(sections: _Sections, problems: list[Problem]) -> list[Dataset]:
             datasets.append(dataset)
             if kind is not None:
                 found = dataset_problems(dataset, ALGORITHMS[kind].check_row)
-                problems.extend(shorten(found))
+                problems.extend(dataset.bad_rows.refused(found))
     for index, spec in enumerate(sections.evaluations):
         if spec is not None:
             dataset = _read_held_out(spec, f"evaluations[{index}].data", problems)
@@ -147,9 +147,11 @@ def _check_data(sections: _Sections, problems: list[Problem]) -> list[Dataset]:
 
 def _read_held_out(spec: EvaluationSpec, where: str, problems: list[Problem]) -> Dataset | None:
     dataset = _collect(problems, lambda: spec.data.load(where).head(spec.limit))
+    if dataset is not None and not dataset.bad_rows.refused(dataset.unreadable):
+        dataset = dataset.without_unreadable()
+    verifier = None if spec.verifier is None else _collect(problems, spec.verifier.build)
     if dataset is not None:
-        problems.extend(shorten(evaluation_problems(spec, dataset)))
-    _collect(problems, spec.verifier.build)
+        problems.extend(shorten(evaluation_problems(spec, dataset, verifier)))
     return dataset
 
 

@@ -1,19 +1,24 @@
-"""Held-out scores during a run: the model answers rows it was not trained on, a verifier scores it.
+"""Held-out scores during a run, on rows it was not trained on.
 
-An evaluation is prepared once (prompts to tokens) and then run against any sampling client.
+A benchmark lets the model answer, and a verifier says what each answer is worth; a held-out NLL
+says how likely the rows' own answers are to the model. An evaluation is prepared once (rows to
+tokens) and then run against any sampling client.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import inspect
 import json
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
 
 from algorithms.data.dataset import (
     Dataset,
@@ -27,9 +32,19 @@ from algorithms.data.dataset import (
     row_problem,
     shorten,
 )
-from algorithms.data.rendering import chat_prompt, plain_prompt, stop_tokens
+from algorithms.data.rendering import (
+    Rendered,
+    chat_prompt,
+    plain_prompt,
+    render_rows,
+    stop_tokens,
+)
+from algorithms.rewards.metrics import likelihood_metrics, reward_metrics
+from algorithms.rewards.scoring import bind, check_row, code_behind, score
+from algorithms.rewards.section import VerifierSection
 from algorithms.rewards.verifiers import Verifier
-from backends.base import SamplingClient, Tokenizer
+from algorithms.rollouts.environment import ENVIRONMENTS
+from backends.base import Backend, SamplingClient, Tokenizer
 from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -37,13 +52,15 @@ if TYPE_CHECKING:
 
     from algorithms.experiment import EvaluationSpec
 
-SAMPLES_IN_FLIGHT = 128
+T = TypeVar("T")
+
+REQUESTS_IN_FLIGHT = 128
 """Prompts submitted and not yet answered; enough to fill any engine's batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One row as it was answered and scored."""
+    """One answer as it was given and scored."""
 
     prompt: str
     completion: str
@@ -52,36 +69,53 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredRow:
+    """A row's own answer as the model sees it: `nll` in nats per token, over `tokens` of them."""
+
+    prompt: str
+    expected: str
+    nll: float
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationResult:
-    """The mean reward after `step` steps done, what else was measured, and every sample."""
+    """The score after `step` steps done, all that was measured, and every answer or row.
+
+    Answers to the same row stand next to each other.
+    """
 
     name: str
     step: int
     score: float
     metrics: Mapping[str, float]
-    samples: Sequence[Sample]
+    samples: Sequence[Sample | ScoredRow]
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A row to be answered: its prompt as tokens, and as a person reads it."""
+def read_sample(fields: Mapping[str, Any]) -> Sample | ScoredRow:
+    """The sample whose fields, as JSON holds them, these are."""
+    return Sample(**fields) if "reward" in fields else ScoredRow(**fields)
 
-    row: Row
-    place: str
-    tokens: list[int] = field(repr=False)
-    prompt: str
-    expected: str
+
+def read_result(fields: Mapping[str, Any]) -> EvaluationResult:
+    """The same of a result."""
+    return EvaluationResult(**{**fields, "samples": list(map(read_sample, fields["samples"]))})
 
 
 @dataclass(frozen=True)
-class PreparedEvaluation:
+class PreparedEvaluation(ABC):
     """An evaluation that is ready to run."""
 
     spec: EvaluationSpec
-    questions: list[Question]
-    verifier: Verifier
     tokenizer: Tokenizer
-    stop: list[int]
+
+    async def bind(self, backend: Backend) -> None:
+        """Open what scoring needs of a run's backend; once for each backend, before `measure`."""
+        return None
+
+    def code(self) -> list[object]:
+        """Everything whose source decides the score of given answers."""
+        return []
 
     def is_due(self, steps_done: int, total_steps: int) -> bool:
         """Whether to evaluate after so many steps: before the first, at the marks, at the end."""
@@ -93,32 +127,61 @@ class PreparedEvaluation:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 of what decides the score of given weights: settings, rows and their tokens."""
-        settings = self.spec.model_dump(mode="json", exclude={"every", "before"})
-        rows = [(question.tokens, question.row) for question in self.questions]
-        return hashlib.sha256(json.dumps([settings, rows], sort_keys=True).encode()).hexdigest()
+        settings = self.spec.model_dump(mode="json", exclude={"every", "before", "role"})
+        content = json.dumps([settings, self.content()], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @abstractmethod
+    def content(self) -> Any:
+        """What decides the score beside the settings, as JSON."""
+
+    @abstractmethod
+    async def measure(
+        self, client: SamplingClient
+    ) -> tuple[dict[str, float], Sequence[Sample | ScoredRow]]:
+        """The metrics of a client's weights, and what they come from."""
 
 
-def prepare(spec: EvaluationSpec, tokenizer: Tokenizer) -> PreparedEvaluation:
-    """Read the rows and render their prompts. Raises UserError naming each bad row."""
+def prepare(spec: EvaluationSpec, tokenizer: Tokenizer, seed: int = 0) -> PreparedEvaluation:
+    """Read the rows and render them. Raises UserError naming each bad row.
+
+    `seed` is the experiment's; answers that are drawn depend on it, and not on the step.
+    """
     dataset = load_dataset(spec.data, f"evaluations.{spec.name}.data").head(spec.limit)
-    problems = evaluation_problems(spec, dataset)
-    questions: list[Question] = []
-    if not problems:
-        for row, place in zip(dataset.rows, dataset.places, strict=True):
-            try:
-                questions.append(_question(spec, row, place, tokenizer))
-            except UserError as error:
-                problems.extend(error.problems)
-    if problems:
+    verifier = None if spec.verifier is None else spec.verifier.build()
+    if problems := evaluation_problems(spec, dataset, verifier):
         raise UserError(*shorten(problems))
-    verifier, stop = spec.verifier.build(), stop_tokens(tokenizer)
-    prepared = PreparedEvaluation(spec, questions, verifier, tokenizer, stop)
+    prepared: PreparedEvaluation
+    if spec.verifier is None or verifier is None:
+        prepared = HeldOutNLL.of(spec, dataset, tokenizer)
+    elif spec.environment is not None:
+        from algorithms.rollouts.played import Played  # here, as that module builds on this one
+
+        scored_by = (spec.verifier, verifier)
+        prepared = Played.of(spec, spec.environment, dataset, tokenizer, scored_by, seed)
+    else:
+        prepared = Benchmark.of(spec, dataset, tokenizer, (spec.verifier, verifier), seed)
     _ = prepared.fingerprint  # made here, where nothing waits for it
     return prepared
 
 
-def evaluation_problems(spec: EvaluationSpec, dataset: Dataset) -> list[Problem]:
-    """What is wrong with held-out rows: each needs a prompt and the right answer."""
+def evaluation_problems(
+    spec: EvaluationSpec, dataset: Dataset, verifier: Verifier | None
+) -> list[Problem]:
+    """What is wrong with held-out rows: each needs a prompt, an answer, and what scores it.
+
+    In an environment it is for that to say what they need.
+    """
+    if spec.environment is not None:
+        environment = ENVIRONMENTS[spec.environment.kind]
+
+        def playable(row: Row, place: str) -> Problem | None:
+            problem = environment.check_row(row, place)
+            if problem is None and verifier is not None and not environment.own_reward:
+                return check_row(verifier, row, place)
+            return problem
+
+        return dataset_problems(dataset, playable)
 
     def check(row: Row, place: str) -> Problem | None:
         problem = row_problem(row, place)
@@ -128,90 +191,246 @@ def evaluation_problems(spec: EvaluationSpec, dataset: Dataset) -> list[Problem]
                 f"a plain prompt, which cannot take the system_prompt of {spec.name!r}",
                 "give the row as messages, or leave system_prompt out",
             )
+        if problem is None and verifier is not None:
+            return check_row(verifier, row, place)
         return problem
 
     return dataset_problems(dataset, check)
 
 
-def _question(spec: EvaluationSpec, row: Row, place: str, tokenizer: Tokenizer) -> Question:
+async def evaluate(
+    prepared: PreparedEvaluation, client: SamplingClient, step: int
+) -> EvaluationResult:
+    """Score a client's weights. Raises what the client raises, and UserError if scoring fails."""
+    metrics, samples = await prepared.measure(client)
+    name, metric = prepared.spec.name, prepared.spec.score_metric
+    return EvaluationResult(name, step, metrics[metric], metrics, samples)
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """The results in order; the first error ends the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except BaseExceptionGroup as errors:
+        first = errors.exceptions[0]
+        raise first from first.__cause__
+    return [task.result() for task in tasks]
+
+
+# --- the model answers --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A row to be answered: its prompt as tokens and as a person reads it, and its seed."""
+
+    row: Row
+    place: str
+    tokens: list[int] = field(repr=False)
+    prompt: str
+    expected: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Benchmark(PreparedEvaluation):
+    """The model answers each row once or several times; a verifier scores the answers."""
+
+    questions: list[Question]
+    section: VerifierSection
+    verifier: Verifier
+    stop: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        spec: EvaluationSpec,
+        dataset: Dataset,
+        tokenizer: Tokenizer,
+        verifier: tuple[VerifierSection, Verifier],
+        seed: int,
+    ) -> Benchmark:
+        """Render the prompts. Raises UserError naming each row that the template refuses."""
+        problems: list[Problem] = []
+        questions: list[Question] = []
+        for index, (row, place) in enumerate(zip(dataset.rows, dataset.places, strict=True)):
+            try:
+                questions.append(_question(spec, row, place, tokenizer, row_seed(seed, index)))
+            except UserError as error:
+                problems.extend(error.problems)
+        if problems:
+            raise UserError(*shorten(problems))
+        return cls(spec, tokenizer, questions, *verifier, stop_tokens(tokenizer))
+
+    async def bind(self, backend: Backend) -> None:
+        """Give a verifier that asks a model the backend to open it on."""
+        await bind(self.verifier, backend, self.tokenizer)
+
+    def code(self) -> list[object]:
+        """The verifier, and what it calls."""
+        return code_behind(self.verifier)
+
+    def content(self) -> Any:
+        """Each prompt as tokens, its seed, and the row that its answers are scored against."""
+        return [(question.tokens, question.seed, question.row) for question in self.questions]
+
+    async def measure(
+        self, client: SamplingClient
+    ) -> tuple[dict[str, float], Sequence[Sample | ScoredRow]]:
+        """Rewards, how often answers pass, and the share of answers cut at `max_tokens`."""
+        places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
+
+        async def one(question: Question) -> list[tuple[Sample, bool]]:
+            async with places:
+                answers = await self._ask(client, question)
+            return await _all(self._score(question, sequence) for sequence in answers.sequences)
+
+        answered = await _all(one(question) for question in self.questions)
+        rewards_P_N = [[sample.reward for sample, _ in answers] for answers in answered]
+        cut = [was_cut for answers in answered for _, was_cut in answers]
+        metrics = {
+            **reward_metrics(rewards_P_N, self.spec.pass_threshold, self.spec.pass_at),
+            "n": float(len(self.questions)),
+            "answers_cut": sum(cut) / len(cut),
+        }
+        return metrics, [sample for answers in answered for sample, _ in answers]
+
+    async def _ask(self, client: SamplingClient, question: Question) -> tinker_types.SampleResponse:
+        from tinker import types as tinker_types
+
+        params = tinker_types.SamplingParams(
+            max_tokens=self.spec.max_tokens,
+            temperature=self.spec.temperature,
+            seed=question.seed,
+            stop=self.stop,
+        )
+        prompt = tinker_types.ModelInput.from_ints(question.tokens)
+        return await client.sample(prompt, self.spec.num_samples, params)
+
+    async def _score(
+        self, question: Question, sequence: tinker_types.SampledSequence
+    ) -> tuple[Sample, bool]:
+        """The scored answer, and whether it was cut off at `max_tokens`."""
+        tokens = list(sequence.tokens)
+        while tokens and tokens[-1] in self.stop:
+            tokens.pop()
+        completion = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        reward = await score(
+            self.section,
+            self.verifier,
+            question.row,
+            completion,
+            where=f"evaluations.{self.spec.name}.verifier",
+            place=question.place,
+        )
+        sample = Sample(question.prompt, completion, question.expected, reward)
+        return sample, sequence.stop_reason == "length"
+
+
+def row_seed(seed: int, index: int) -> int:
+    """What the answers to a row are drawn with: another one for each row, the same at each step."""
+    return int(np.random.SeedSequence((seed, index)).generate_state(1)[0])
+
+
+def _question(
+    spec: EvaluationSpec, row: Row, place: str, tokenizer: Tokenizer, seed: int
+) -> Question:
     example = read_example(row)
     expected = expected_answer(row)
     if isinstance(example, PlainText):
         tokens = plain_prompt(example.prompt, tokenizer)
-        return Question(row, place, tokens, example.prompt, expected)
+        return Question(row, place, tokens, example.prompt, expected, seed)
     messages = example.messages[: last_assistant(example.messages)]
     if spec.system_prompt and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": spec.system_prompt}, *messages]
     tokens = chat_prompt(messages, tokenizer, example.tools, place)
-    return Question(row, place, tokens, str(messages[-1].get("content") or ""), expected)
+    return Question(row, place, tokens, _shown_prompt(row), expected, seed)
 
 
-async def evaluate(
-    prepared: PreparedEvaluation, client: SamplingClient, step: int
-) -> EvaluationResult:
-    """Answer and score every row. Raises what the client raises, and UserError if scoring fails."""
-    places = asyncio.Semaphore(SAMPLES_IN_FLIGHT)
-    params = _sampling_params(prepared)
-
-    async def one(question: Question) -> tuple[Sample, bool]:
-        async with places:
-            answer = await client.sample(_model_input(question), 1, params)
-        return await _score(prepared, question, answer)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(question)) for question in prepared.questions]
-    except BaseExceptionGroup as errors:
-        first = errors.exceptions[0]
-        raise first from first.__cause__
-    samples = [task.result()[0] for task in tasks]
-    mean = math.fsum(sample.reward for sample in samples) / len(samples)
-    cut = sum(task.result()[1] for task in tasks) / len(samples)
-    metrics = {"reward/mean": mean, "n": float(len(samples)), "answers_cut": cut}
-    return EvaluationResult(prepared.spec.name, step, mean, metrics, samples)
+def _shown_prompt(row: Row) -> str:
+    """What a person reads of a row's prompt: the turn before the answer."""
+    example = read_example(row)
+    if isinstance(example, PlainText):
+        return example.prompt
+    before = example.messages[last_assistant(example.messages) - 1]
+    return str(before.get("content") or "")
 
 
-def _sampling_params(prepared: PreparedEvaluation) -> tinker_types.SamplingParams:
-    from tinker import types as tinker_types
-
-    return tinker_types.SamplingParams(
-        max_tokens=prepared.spec.max_tokens,
-        temperature=prepared.spec.temperature,
-        stop=prepared.stop,
-    )
+# --- the model is shown the answers -------------------------------------------------------------
 
 
-def _model_input(question: Question) -> tinker_types.ModelInput:
-    from tinker import types as tinker_types
+@dataclass(frozen=True)
+class HeldOutNLL(PreparedEvaluation):
+    """The negative log-likelihood of the rows' answers, rendered and masked as sft does it."""
 
-    return tinker_types.ModelInput.from_ints(question.tokens)
+    rows: list[Rendered]
+    texts: list[tuple[str, str]]
+    """Of each row, its prompt and its answer as a person reads them."""
+    text_bytes: int
+    """UTF-8 bytes of all supervised text."""
+    rows_cut: int
+
+    @classmethod
+    def of(cls, spec: EvaluationSpec, dataset: Dataset, tokenizer: Tokenizer) -> HeldOutNLL:
+        """Render the rows, cut where the sampler would not have room for one more token."""
+        longest = int(tokenizer.model_max_length) - 1
+        rendering = render_rows(dataset, tokenizer, spec.supervise, longest)
+        at = dict(zip(dataset.places, dataset.rows, strict=True))
+        rows = list(rendering.rows)
+        texts = [(_shown_prompt(at[row.place]), expected_answer(at[row.place])) for row in rows]
+        size = sum(_text_bytes(row, tokenizer) for row in rows)
+        return cls(spec, tokenizer, rows, texts, size, rendering.cut)
+
+    def content(self) -> Any:
+        """Each row's tokens and which of them count."""
+        return [(row.tokens.tolist(), row.mask.tolist()) for row in self.rows]
+
+    async def measure(
+        self, client: SamplingClient
+    ) -> tuple[dict[str, float], Sequence[Sample | ScoredRow]]:
+        """Nats per supervised token over all rows, perplexity, and bits per byte of the text."""
+        places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
+
+        async def one(row: Rendered) -> float:
+            async with places:
+                return await self._nll_sum(client, row)
+
+        sums = await _all(one(row) for row in self.rows)
+        counts = [int(row.mask[1:].sum()) for row in self.rows]
+        metrics = {
+            **likelihood_metrics(math.fsum(sums), sum(counts), self.text_bytes),
+            "tokens": float(sum(counts)),
+            "n": float(len(self.rows)),
+            "rows_cut": float(self.rows_cut),
+        }
+        samples = [
+            ScoredRow(prompt, expected, nll_sum / count, count)
+            for (prompt, expected), nll_sum, count in zip(self.texts, sums, counts, strict=True)
+        ]
+        return metrics, samples
+
+    async def _nll_sum(self, client: SamplingClient, row: Rendered) -> float:
+        """Nats of the row's supervised tokens; the token that has to be sampled is thrown away."""
+        from tinker import types as tinker_types
+
+        params = tinker_types.SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+        prompt = tinker_types.ModelInput.from_ints(row.tokens.tolist())
+        answer = await client.sample(prompt, 1, params, include_prompt_logprobs=True)
+        given = (answer.prompt_logprobs or [None] * len(row.tokens))[1:]
+        logprobs = [p for p, counts in zip(given, row.mask[1:], strict=True) if counts]
+        known = [logprob for logprob in logprobs if logprob is not None]
+        if len(known) < len(logprobs):
+            where = f"evaluations.{self.spec.name}"
+            what = f"the server gave no log-probabilities of {row.place}"
+            raise UserError(Problem(where, what, "take a server that scores prompts"))
+        return -math.fsum(known)
 
 
-async def _score(
-    prepared: PreparedEvaluation, question: Question, answer: tinker_types.SampleResponse
-) -> tuple[Sample, bool]:
-    """The scored sample, and whether the answer was cut off at max_tokens."""
-    tokens = list(answer.sequences[0].tokens)
-    while tokens and tokens[-1] in prepared.stop:
-        tokens.pop()
-    completion = str(prepared.tokenizer.decode(tokens, skip_special_tokens=True))
-    reward = await _reward(prepared, question, completion)
-    sample = Sample(question.prompt, completion, question.expected, reward)
-    return sample, answer.sequences[0].stop_reason == "length"
-
-
-async def _reward(prepared: PreparedEvaluation, question: Question, completion: str) -> float:
-    where = f"evaluations.{prepared.spec.name}.verifier"
-    kind = prepared.spec.verifier.kind
-    try:
-        reward: Any = prepared.verifier(question.row, completion)
-        if inspect.isawaitable(reward):
-            reward = await reward
-        number = float(reward)
-    except Exception as error:
-        what = f"{kind} raised {type(error).__name__}: {error} (row {question.place})"
-        raise UserError(Problem(where, what, "mend the verifier or the row")) from error
-    if not math.isfinite(number):
-        what = f"{kind} gave {number} (row {question.place})"
-        raise UserError(Problem(where, what, "a reward is a finite number"))
-    return number
+def _text_bytes(row: Rendered, tokenizer: Tokenizer) -> int:
+    """UTF-8 bytes of a row's supervised text; special tokens have none."""
+    pairs = zip(row.tokens[1:].tolist(), row.mask[1:].tolist(), strict=True)
+    spans = [
+        [token for token, _ in span] for on, span in groupby(pairs, key=lambda pair: pair[1]) if on
+    ]
+    return sum(len(tokenizer.decode(span, skip_special_tokens=True).encode()) for span in spans)

@@ -9,23 +9,38 @@ from one place. Importing this module imports no compute library.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig
 from algorithms.callbacks import Callback
 from algorithms.data.dataset import DATA_SOURCES, DataSource
+from algorithms.data.rendering import Supervise
+from algorithms.data.transforms import TRANSFORMS
 from algorithms.document import Document, explain, read_document, with_overrides
+from algorithms.imports import import_modules
 from algorithms.registry import ALGORITHMS, CALLBACKS
-from algorithms.rewards.verifiers import VERIFIERS, Verifier, VerifierConfig
-from algorithms.sections import OneOf, Section, with_params
+from algorithms.rewards.metrics import DIRECTIONS
+from algorithms.rewards.section import VerifierField
+from algorithms.rewards.verifiers import VERIFIERS
+from algorithms.rollouts.environment import ENVIRONMENTS, EnvironmentField
+from algorithms.sections import OneOf, Section, forget_sections, with_params
 from backends.base import BackendKind, BackendParams, ModelSpec
 from backends.errors import UserError
 from backends.registry import BACKENDS, Row
-from backends.storage.checkpoints import Retention
+from backends.storage.checkpoints import Best, Retention
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
@@ -53,17 +68,6 @@ class BackendSection(Section):
     def row(self) -> type[BackendKind]:
         """What checks and opens this kind of backend."""
         return BACKENDS[self.kind]
-
-
-class VerifierSection(Section):
-    """How answers are scored."""
-
-    kind: str
-    params: VerifierConfig
-
-    def build(self) -> Verifier:
-        """The verifier, ready to be called."""
-        return VERIFIERS[self.kind](self.params)
 
 
 class CallbackSection(Section):
@@ -98,7 +102,6 @@ AlgorithmField = Annotated[
 BackendField = Annotated[
     BackendSection, OneOf(BACKENDS, with_params(BackendSection, _backend_params))
 ]
-VerifierField = Annotated[VerifierSection, OneOf(VERIFIERS, with_params(VerifierSection, _config))]
 CallbackField = Annotated[CallbackSection, OneOf(CALLBACKS, with_params(CallbackSection, _config))]
 DataField = Annotated[DataSource, OneOf(DATA_SOURCES, _source)]
 
@@ -121,31 +124,131 @@ class ModelSection(Section):
     )
 
 
+def _default_verifier(data: dict[str, Any]) -> Any:
+    return {"kind": "exact_match"} if data.get("kind") == "benchmark" else None
+
+
 class EvaluationSpec(Section):
-    """Held-out rows that the model answers during the run, and how the answers are scored."""
+    """Held-out rows that the weights are scored on during the run, and how."""
 
     name: str = Field(description="Names its metrics: val/<name>/reward/mean.")
-    data: DataField = Field(description="Rows whose last assistant turn is the right answer.")
-    verifier: VerifierField = Field(
-        default_factory=lambda: {"kind": "exact_match"},
-        validate_default=True,
-        description="How answers are scored.",
+    kind: Literal["benchmark", "nll"] = Field(
+        "benchmark",
+        description="benchmark: the model answers, a verifier scores (more is better); nll: how "
+        "likely the rows' own answers are to it, in nats per token (less is better).",
     )
+    role: Literal["validation", "test"] = Field(
+        "validation", description="Nothing is ever chosen by the score of a test evaluation."
+    )
+    data: DataField = Field(description="Rows whose last assistant turn is the right answer.")
+    verifier: VerifierField | None = Field(
+        default_factory=_default_verifier,
+        validate_default=True,
+        description="How answers are scored; exact_match if left out.",
+    )
+    environment: EnvironmentField | None = Field(
+        None,
+        title="Environment",
+        description="Where the model plays the rows; left out, it answers each in one turn.",
+    )
+    max_turns: int = Field(8, ge=1, description="Most assistant turns in an environment.")
     every: int | None = Field(
         None, ge=1, description="Evaluate each n steps, and always after the last step."
     )
     before: bool = Field(True, description="Evaluate once before the first step too.")
     max_tokens: int = Field(256, ge=1, description="Longest answer, in tokens.")
     temperature: float = Field(0.0, ge=0, description="0 takes the likeliest token each time.")
+    num_samples: int = Field(1, ge=1, description="Answers to each row.")
+    pass_at: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=list,
+        description="For each k: pass@k (one of k answers passes) and pass^k (all of them do).",
+        examples=[[1, 4]],
+    )
+    pass_threshold: float = Field(1.0, description="The least reward of an answer that passes.")
     system_prompt: str | None = Field(
         None, description="Put before rows that have no system turn of their own."
     )
+    supervise: Supervise = Field(
+        "all_assistant", description="For nll: which assistant turns are scored."
+    )
     limit: int | None = Field(None, ge=1, description="Evaluate on the first n rows only.")
+
+    @property
+    def score_metric(self) -> str:
+        """The one of its metrics that is its score."""
+        return "reward/mean" if self.kind == "benchmark" else "nll"
 
     @field_validator("name")
     @classmethod
     def _name(cls, name: str) -> str:
         return _plain_name(name)
+
+    @model_validator(mode="after")
+    def _fits_its_kind(self) -> EvaluationSpec:
+        other = NLL_FIELDS if self.kind == "benchmark" else BENCHMARK_FIELDS
+        for name in other:
+            default = type(self).model_fields[name].get_default(call_default_factory=True)
+            if getattr(self, name) != default:
+                raise ValueError(f"{name} says nothing to kind: {self.kind}; leave it out")
+        if self.kind == "benchmark" and self.verifier is None:
+            raise ValueError("a benchmark needs a verifier: leave it out for exact_match")
+        if self.kind == "nll" and self.verifier is not None:
+            raise ValueError("verifier says nothing to kind: nll; leave it out")
+        return self
+
+    @model_validator(mode="after")
+    def _samples_differ_and_suffice(self) -> EvaluationSpec:
+        if self.num_samples > 1 and self.temperature == 0:
+            raise ValueError(
+                f"num_samples is {self.num_samples} at temperature 0, where all answers are the "
+                "same: raise temperature, or ask for one"
+            )
+        if len(set(self.pass_at)) < len(self.pass_at):
+            raise ValueError(f"pass_at names a k twice: {self.pass_at}")
+        if self.pass_at and max(self.pass_at) > self.num_samples:
+            raise ValueError(
+                f"pass_at asks for {max(self.pass_at)} of {self.num_samples} answers: raise "
+                "num_samples"
+            )
+        return self
+
+
+BENCHMARK_FIELDS = (
+    "max_tokens",
+    "temperature",
+    "num_samples",
+    "pass_at",
+    "pass_threshold",
+    "system_prompt",
+    "environment",
+    "max_turns",
+)
+"""Fields of an evaluation in which the model answers; `verifier` is one more."""
+
+NLL_FIELDS = ("supervise",)
+"""Fields of an evaluation in which it does not."""
+
+
+def best_by(best: Best, evaluations: Sequence[EvaluationSpec]) -> Best:
+    """The same with its mode: what the metric says, unless it is set.
+
+    Raises ValueError for a test evaluation, and for a metric that does not say.
+    """
+    evaluation = next((spec for spec in evaluations if spec.name == best.metric), None)
+    if evaluation is not None and evaluation.role == "test":
+        raise ValueError(
+            f"keep_best.metric {best.metric!r} is a test evaluation, and the best checkpoint is "
+            "chosen on validation: name another one, or give this one role: validation"
+        )
+    metric = best.metric if evaluation is None else evaluation.score_metric
+    mode = best.mode or DIRECTIONS.get(metric)
+    if mode is None:
+        names = ", ".join(spec.name for spec in evaluations if spec.role == "validation")
+        raise ValueError(
+            f"keep_best.metric {best.metric!r} is no evaluation of this experiment (they are: "
+            f"{names or 'none'}); for a column of metrics.jsonl set keep_best.mode to max or min"
+        )
+    return best.model_copy(update={"mode": mode})
 
 
 class Orchestration(Section):
@@ -159,8 +262,8 @@ class Orchestration(Section):
     max_recoveries: int = Field(
         3,
         ge=0,
-        description="How often the run goes back to its last checkpoint by itself, when the engine "
-        "is lost or the model's state is in doubt, before it fails.",
+        description="How often, between two checkpoints, the run goes back by itself to the last "
+        "one, when the engine is lost or the model's state is in doubt, before it fails.",
     )
 
 
@@ -200,12 +303,26 @@ class Experiment(Section):
     callbacks: list[CallbackField] = Field(
         default_factory=list, description="What else watches the run."
     )
+    imports: list[str] = Field(
+        default_factory=list,
+        description="Modules of your own that register kinds (algorithms, verifiers, environments, "
+        "callbacks); those of the working directory are found too.",
+        examples=[["my_rewards"]],
+    )
     tags: list[str] = Field(default_factory=list, description="Words to find the run by.")
 
     @field_validator("name")
     @classmethod
     def _name(cls, name: str) -> str:
         return _plain_name(name)
+
+    @field_validator("checkpoints")
+    @classmethod
+    def _best_on_validation(cls, retention: Retention, info: ValidationInfo) -> Retention:
+        if retention.keep_best is None or "evaluations" not in info.data:
+            return retention
+        best = best_by(retention.keep_best, info.data["evaluations"])
+        return retention.model_copy(update={"keep_best": best})
 
     @field_validator("evaluations")
     @classmethod
@@ -215,6 +332,23 @@ class Experiment(Section):
         if twice:
             raise ValueError(f"two evaluations are called {twice[0]!r}: give each its own name")
         return evaluations
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_imports(
+        cls, value: Any, handler: ModelWrapValidatorHandler[Experiment]
+    ) -> Experiment:
+        """Import what the document names before it is read: kinds may come of it."""
+        if not isinstance(value, dict):
+            return handler(value)
+        try:
+            new = import_modules(value.get("imports"))
+        except ValueError as error:
+            problem = PydanticCustomError("value_error", "{what}", {"what": str(error)})
+            raise ValidationError.from_exception_data(
+                cls.__name__, [{"type": problem, "loc": ("imports",), "input": value["imports"]}]
+            ) from error
+        return cls.model_validate(value) if new else handler(value)
 
     def model_spec(self) -> ModelSpec:
         """What the backend has to know of the model."""
@@ -262,9 +396,15 @@ def _plain_name(name: str) -> str:
 
 def _rebuild() -> None:
     """Take new kinds into the schema after a registry has changed."""
+    for row in ALGORITHMS.rows().values():  # their parameters may name a kind of something else
+        row.item.Config.model_rebuild(force=True)
+    forget_sections()
+    for source in DATA_SOURCES.rows().values():
+        source.item.model_rebuild(force=True)
     EvaluationSpec.model_rebuild(force=True)
     Experiment.model_rebuild(force=True)
 
 
-for _registry in (ALGORITHMS, BACKENDS, DATA_SOURCES, VERIFIERS, CALLBACKS):
+_NAMED = (ALGORITHMS, BACKENDS, DATA_SOURCES, TRANSFORMS, VERIFIERS, ENVIRONMENTS, CALLBACKS)
+for _registry in _NAMED:
     _registry.on_change.append(_rebuild)

@@ -25,19 +25,14 @@ from prefect.artifacts import (
 )
 from prefect.exceptions import PrefectHTTPStatusError
 
+from algorithms.base import Transcript
 from algorithms.callbacks import Callback, RunPlan
+from algorithms.evaluators import read_sample
 from backends.storage.run_store import RunStore
 from tasks.policies import policy
-from tasks.report_page import (
-    LOSS_COLUMNS,
-    CheckpointLine,
-    EvaluationPoint,
-    Report,
-    RunRecord,
-    Sample,
-    number,
-    render,
-)
+from tasks.report_page import Report, render
+from tasks.report_record import LOSS_COLUMNS, CheckpointLine, EvaluationPoint, RunRecord
+from tasks.report_text import number
 from tasks.session import live
 
 MOST_ARTIFACT_BYTES = 300_000
@@ -52,7 +47,9 @@ logger = logging.getLogger(__name__)
 async def report(run_id: str) -> dict[str, Any]:
     """Write the report of a run that is done, to its store and to Prefect; returns the result."""
     run = live(run_id)
-    page = await asyncio.to_thread(_write, run.store, run.algorithm.setup_metrics())
+    page = await asyncio.to_thread(
+        write_report, run.store, "completed", run.algorithm.setup_metrics()
+    )
     result = await asyncio.to_thread(run.finish)
     run.tell("on_end", result)
     await acreate_markdown_artifact(
@@ -63,8 +60,11 @@ async def report(run_id: str) -> dict[str, Any]:
     return asdict(result)
 
 
-def _write(store: RunStore, setup_metrics: Mapping[str, float]) -> Report:
-    page = render(collect(store, "completed", setup_metrics))
+def write_report(
+    store: RunStore, status: str, setup_metrics: Mapping[str, float], error: str | None = None
+) -> Report:
+    """Write the report of a run that ended, with the error that ended it, to its store. Blocks."""
+    page = render(collect(store, status, setup_metrics, error))
     store.write_report(page.markdown, page.images)
     return page
 
@@ -85,7 +85,9 @@ def artifact_key(kind: str, run_id: str) -> str:
 # --- from the store
 
 
-def collect(store: RunStore, status: str, setup_metrics: Mapping[str, float]) -> RunRecord:
+def collect(
+    store: RunStore, status: str, setup_metrics: Mapping[str, float], error: str | None = None
+) -> RunRecord:
     """Read what the report is made of. Blocks."""
     info = store.info()
     experiment = store.read_experiment() or {}
@@ -110,6 +112,8 @@ def collect(store: RunStore, status: str, setup_metrics: Mapping[str, float]) ->
         rows=store.metrics(),
         evaluations=[_point(store, row) for row in store.evaluations()],
         checkpoints=_checkpoint_lines(store),
+        rollouts=_first_and_last_rollouts(store),
+        error=error,
         flow_run_url=info.flow_run_url,
     )
 
@@ -127,16 +131,25 @@ def _data(
 
 def _point(store: RunStore, row: Mapping[str, Any]) -> EvaluationPoint:
     lines = store.objects.read(f"{store.run_id}/{row['samples']}").splitlines()
-    samples = [json.loads(line) for line in lines]
+    samples = [read_sample(json.loads(line)) for line in lines]
+    known = {name: value for name, value in row["metrics"].items() if value is not None}
     return EvaluationPoint(
         name=row["name"],
         step=row["step"],
         score=float("nan") if row["score"] is None else row["score"],
-        rows=len(samples),
-        samples=tuple(
-            Sample(s["prompt"], s["expected"], s["completion"], s["reward"]) for s in samples
-        ),
+        rows=int(known.get("n", len(samples))),
+        samples=samples,
+        metrics=known,
     )
+
+
+def _first_and_last_rollouts(store: RunStore) -> dict[int, list[Transcript]]:
+    """The rollouts of the first and the last step that any were kept of."""
+    steps = store.rollout_steps()
+    return {
+        step: [Transcript(**fields) for fields in store.rollouts(step)]
+        for step in dict.fromkeys([*steps[:1], *steps[-1:]])
+    }
 
 
 def _checkpoint_lines(store: RunStore) -> list[CheckpointLine]:

@@ -104,6 +104,25 @@ def test_many_bad_rows_are_counted() -> None:
     assert "10 more bad rows (30 in all)" in found[-1].what
 
 
+def test_bad_rows_that_are_skipped_are_no_problem() -> None:
+    Path("train.jsonl").write_text(
+        "\n".join([json.dumps(chat("q", "a")), "{", json.dumps(chat("q"))])
+    )
+    data = {"kind": "jsonl", "path": "train.jsonl"}
+    assert problems_of(data=data | {"max_bad_rows": 2}) == []
+    found = problems_of(data=data | {"max_bad_rows": 1})
+    assert [p.where for p in found] == ["train.jsonl:2", "train.jsonl:3", "data.max_bad_rows"]
+    held = {"name": "held", "data": data | {"max_bad_rows": 2}}
+    (problem,) = problems_of(evaluations=[held])  # what is not scored is not left out silently
+    assert problem.where == "train.jsonl:3"
+
+
+def test_a_transform_that_breaks_rows_is_found() -> None:
+    rename = {"kind": "rename", "params": {"columns": {"question": "prompt"}}}
+    found = problems_of(data={"kind": "rows", "rows": ROWS, "transforms": [rename]})
+    assert [problem.where for problem in found] == [f"data.rows[{n}]" for n in range(len(ROWS))]
+
+
 def test_a_document_that_cannot_be_read() -> None:
     experiment, problems = check_experiment("no.yaml")
     assert experiment is None

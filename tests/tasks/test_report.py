@@ -12,17 +12,11 @@ import httpx
 import pytest
 
 from algorithms.callbacks import RunPlan
-from tasks.report_page import (
-    CheckpointLine,
-    EvaluationPoint,
-    Report,
-    RunRecord,
-    Sample,
-    cell,
-    number,
-    render,
-    smoothed,
-)
+from algorithms.evaluators import Sample
+from tasks.report_page import Report, render
+from tasks.report_pictures import smoothed
+from tasks.report_record import CheckpointLine, EvaluationPoint, RunRecord
+from tasks.report_text import cell, number
 from tests.servers.prefect import PrefectServer
 
 
@@ -32,8 +26,8 @@ def samples(step: int) -> tuple[Sample, ...]:
     return tuple(
         Sample(
             f"What is {n} + {n}?",
-            str(2 * n),
             (str(2 * n) if n != 4 else "9") if right else f"It is {2 * n}.",
+            str(2 * n),
             float(right and n != 4),
         )
         for n in range(1, 9)
@@ -105,7 +99,7 @@ def test_samples_show_both_answers_and_the_failures() -> None:
 def test_a_table_survives_what_a_model_says() -> None:
     assert cell("a | b\n<b>*c*</b>\n") == r"a \| b ⏎ \<b\>\*c\*\</b\>"
     assert len(cell("x" * 1000)) == 160
-    nasty = Sample("p", "e", "| --- |\n# x ![i](j)", 0.0)
+    nasty = Sample("p", "| --- |\n# x ![i](j)", "e", 0.0)
     points = [EvaluationPoint("val", 1, 0.0, 1, (nasty,))]
     rows = table(render(record(evaluations=points)).markdown, "Samples of val, step 1")
     assert rows == [["p", "e", r"\| --- \| ⏎ \# x !\[i\](j)", "0"]]

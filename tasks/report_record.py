@@ -1,0 +1,78 @@
+"""What a report is made of, as a run's store holds it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from algorithms.base import Transcript
+from algorithms.evaluators import Sample, ScoredRow
+
+LOSS_COLUMNS = ("reward/mean", "train_mean_nll", "loss")
+"""The column that stands for the training itself; the first one present."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPoint:
+    """One evaluation after so many steps: its score, and all that was measured."""
+
+    name: str
+    step: int
+    score: float
+    rows: int
+    samples: Sequence[Sample | ScoredRow] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_likelihood(self) -> bool:
+        """Whether the score is an NLL, of which less is better; else it is a mean reward."""
+        return "nll" in self.metrics
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointLine:
+    """One checkpoint: its address, its place below the run's folder, and its size."""
+
+    step: int
+    uri: str
+    path: str
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A run, as far as it came; `rollouts` are those of its first and last kept step."""
+
+    run_id: str
+    name: str
+    status: str
+    uri: str
+    experiment: Mapping[str, Any]
+    data: Mapping[str, Any] = field(default_factory=dict)
+    facts: Mapping[str, str] = field(default_factory=dict)
+    rows: Sequence[Mapping[str, float]] = ()
+    evaluations: Sequence[EvaluationPoint] = ()
+    checkpoints: Sequence[CheckpointLine] = ()
+    rollouts: Mapping[int, Sequence[Transcript]] = field(default_factory=dict)
+    error: str | None = None
+    flow_run_url: str | None = None
+
+
+def column(rows: Sequence[Mapping[str, float]], name: str) -> tuple[list[int], list[float]]:
+    """The steps at which a column of the metrics has a number, and the numbers."""
+    known = [
+        (int(row["step"]), float(row[name]))
+        for row in rows
+        if row.get(name) is not None and math.isfinite(row[name])
+    ]
+    return [step for step, _ in known], [value for _, value in known]
+
+
+def by_name(points: Iterable[EvaluationPoint]) -> dict[str, list[EvaluationPoint]]:
+    """The points of each evaluation, by step."""
+    grouped: dict[str, list[EvaluationPoint]] = {}
+    for point in sorted(points, key=lambda point: point.step):
+        grouped.setdefault(point.name, []).append(point)
+    return grouped
