@@ -3,8 +3,9 @@
     @register_algorithm("focal_sft")
     class FocalSFT(SFT): ...
 
-makes `algorithm: {kind: focal_sft}` valid in this process; a package does the same for everyone
-with an entry point in the group `flowtune.algorithms`.
+makes `algorithm: {kind: focal_sft}` valid in this process; an experiment names the module that does
+so under `imports`, and a package does the same for everyone with an entry point in the group
+`flowtune.algorithms`. The other kinds have decorators like it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,23 @@ from pydantic import BaseModel
 from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig
 from algorithms.callbacks import Callback
 from algorithms.data.dataset import DATA_SOURCES
+from algorithms.data.transforms import TRANSFORMS
 from algorithms.rewards.verifiers import VERIFIERS
+from algorithms.rollouts.environment import ENVIRONMENTS
 from backends.registry import BACKENDS, Registry
 
-A = TypeVar("A", bound=type[BaseAlgorithm])
+T = TypeVar("T", bound=type)
 
 ALGORITHMS: Registry[type[BaseAlgorithm]] = Registry(
     "algorithm",
     "flowtune.algorithms",
-    {"sft": "algorithms.sft:SFT", "mock_sft": "algorithms.mock_sft:MockSFT"},
+    {
+        "sft": "algorithms.sft:SFT",
+        "rl": "algorithms.rl:RL",
+        "sdft": "algorithms.sdft:SDFT",
+        "distill": "algorithms.distill:Distill",
+        "mock_sft": "algorithms.mock_sft:MockSFT",
+    },
     config=("Config", BaseAlgorithmConfig),
 )
 
@@ -38,19 +47,30 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "algorithms": ALGORITHMS,
     "backends": BACKENDS,
     "data": DATA_SOURCES,
+    "transforms": TRANSFORMS,
     "verifiers": VERIFIERS,
+    "environments": ENVIRONMENTS,
     "callbacks": CALLBACKS,
 }
 
 
-def register_algorithm(kind: str) -> Callable[[A], A]:
-    """Class decorator: make an algorithm known to this process under `kind`."""
+def _registering(registry: Registry[Any]) -> Callable[[str], Callable[[T], T]]:
+    def register(kind: str) -> Callable[[T], T]:
+        """Class decorator: make the class known to this process under `kind`."""
 
-    def register(algorithm: A) -> A:
-        ALGORITHMS.register(kind, algorithm)
-        return algorithm
+        def decorate(item: T) -> T:
+            registry.register(kind, item)
+            return item
+
+        return decorate
 
     return register
+
+
+register_algorithm = _registering(ALGORITHMS)
+register_verifier = _registering(VERIFIERS)
+register_environment = _registering(ENVIRONMENTS)
+register_callback = _registering(CALLBACKS)
 
 
 def algorithm_class(kind: str) -> type[BaseAlgorithm]:

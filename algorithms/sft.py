@@ -40,7 +40,7 @@ class SFT(BaseAlgorithm):
         return row_problem(row, place)
 
     async def setup(self, ctx: RunContext, backend: Backend) -> None:
-        """Render every row to tokens and loss mask, once."""
+        """Render every row to tokens and loss mask; rows on disk again when their step comes."""
         cfg: SFTConfig = self.cfg
         self._rendering = await asyncio.to_thread(
             render_rows, ctx.dataset, ctx.tokenizer, cfg.supervise, cfg.max_seq_len
@@ -52,7 +52,8 @@ class SFT(BaseAlgorithm):
         """The step's rows in the epoch's order; the last batch of an epoch may be smaller."""
         rows = self._rendering.rows
         picked = batch_rows(len(rows), self.cfg.batch_size, self._seed, step_idx)
-        return TrainingBatch([to_datum(rows[index]) for index in picked], loss_fn="cross_entropy")
+        data = await asyncio.to_thread(lambda: [to_datum(rows[index]) for index in picked])
+        return TrainingBatch(data, loss_fn="cross_entropy")
 
     def step_metrics(
         self, step_idx: int, batch: TrainingBatch, fb_result: ForwardBackwardResult
@@ -70,12 +71,13 @@ class SFT(BaseAlgorithm):
         }
 
     def setup_metrics(self) -> dict[str, float]:
-        """Rows and tokens of an epoch, and how many rows were cut or dropped."""
+        """Rows and tokens of an epoch, and how many rows were cut, dropped, or skipped as bad."""
         done = self._rendering
         return {
             "data/rows": float(len(done.rows)),
             "data/rows_cut": float(done.cut),
             "data/rows_dropped": float(done.dropped),
+            "data/rows_skipped": float(done.skipped),
             "data/tokens": float(done.tokens_total),
             "data/tokens_supervised": float(done.tokens_supervised),
         }

@@ -1,52 +1,126 @@
-"""Rows: where they come from, what they may look like, and in which order a run sees them.
+"""A set of rows: read from its source, transformed, with a fingerprint, without its bad rows.
 
-Two shapes of rows, with the names that TRL gives them:
-
-    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
-    {"prompt": "1+1=", "completion": "2"}      (strings, or two lists of messages)
-
-A chat row may hold `tools`, which are handed to the chat template.
+What rows may look like is in `shapes.py`, in which order a run sees them in `order.py`, where they
+come from in `sources.py`, and what can be done to them on the way in `transform_kinds.py`.
 """
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from algorithms.data.files import nearest_file
+from algorithms.data.order import batch_rows, epoch_order, steps_per_epoch
+from algorithms.data.shapes import (
+    EXAMPLE_ROW,
+    Conversation,
+    Message,
+    PlainText,
+    Row,
+    expected_answer,
+    last_assistant,
+    prompt_problem,
+    read_example,
+    read_prompt,
+    row_problem,
+)
+from algorithms.data.spool import Lazy, Spool
+from algorithms.data.transforms import RowTransform, TransformField
 from backends.errors import Problem, UserError
 from backends.registry import Registry
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
+__all__ = [
+    "DATA_SOURCES",
+    "BadRows",
+    "Conversation",
+    "DataSource",
+    "Dataset",
+    "Message",
+    "PlainText",
+    "Record",
+    "Row",
+    "batch_rows",
+    "dataset_problems",
+    "epoch_order",
+    "expected_answer",
+    "last_assistant",
+    "load_dataset",
+    "nearest_file",
+    "prompt_problem",
+    "read_example",
+    "read_prompt",
+    "row_problem",
+    "shorten",
+    "steps_per_epoch",
+]
 
-Row = dict[str, Any]
-Message = dict[str, Any]
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
 SHOWN_PROBLEMS = 20
-EXAMPLE_ROW = (
-    '{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}'
-)
+
+Record = tuple[Row, str] | Problem
+"""A row and its place (`file:line`), or what is wrong with what stands there."""
+
+RowCheck = Callable[[Row, str], Problem | None]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class BadRows:
+    """How many bad rows may be left out, by which field, and how many have been."""
+
+    field: str = "data.max_bad_rows"
+    most: int = 0
+    skipped: int = 0
+
+    def skip(self, problems: Sequence[Problem]) -> BadRows:
+        """The same with these rows left out, as the log says.
+
+        Raises UserError if they are too many.
+        """
+        if not problems:
+            return self
+        if self.skipped + len(problems) > self.most:
+            raise UserError(*self.refused(problems))
+        for problem in problems[:SHOWN_PROBLEMS]:
+            logger.warning("bad row skipped: %s: %s", problem.where, problem.what)
+        skipped = self.skipped + len(problems)
+        logger.warning("bad rows skipped: %d; %s allows %d", skipped, self.field, self.most)
+        return replace(self, skipped=skipped)
+
+    def refused(self, problems: Sequence[Problem]) -> list[Problem]:
+        """What is to be told of these rows: nothing if they may be left out."""
+        bad = self.skipped + len(problems)
+        if bad <= self.most:
+            return []
+        shown = shorten(list(problems))
+        if self.most:
+            what = f"there are {bad} bad rows, and {self.most} may be skipped"
+            shown.append(Problem(self.field, what, "mend some of them, or raise it"))
+        return shown
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows in their order, a fingerprint of them, and where each came from (`file:line`)."""
+    """Rows in their order, a fingerprint of them, and where each came from (`file:line`).
 
-    rows: list[Row]
-    places: list[str] = field(repr=False)
+    `rows` and `places` are lists, or read from disk when they are asked for (`on_disk`).
+    """
+
+    rows: Sequence[Row]
+    places: Sequence[str] = field(repr=False)
     source: str
     unreadable: list[Problem] = field(default_factory=list, repr=False)
-    """Lines that are no rows; `load_dataset` gives out no set that has any."""
+    """Lines that are no rows, and rows that a transform could not take; `load_dataset` gives out
+    no set that has any."""
+    bad_rows: BadRows = field(default_factory=BadRows)
+    on_disk: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -62,7 +136,33 @@ class Dataset:
 
     def head(self, limit: int | None) -> Dataset:
         """The first `limit` rows; all of them for None."""
-        return Dataset(self.rows[:limit], self.places[:limit], self.source, self.unreadable)
+        return self.pick(range(len(self))[:limit])
+
+    def pick(self, numbers: Sequence[int]) -> Dataset:
+        """The rows of these numbers (from 0), in their order."""
+        rows, places = self.rows, self.places
+        if self.on_disk:
+            return replace(
+                self,
+                rows=Lazy(len(numbers), lambda index: rows[numbers[index]]),
+                places=Lazy(len(numbers), lambda index: places[numbers[index]]),
+            )
+        return replace(self, rows=[rows[n] for n in numbers], places=[places[n] for n in numbers])
+
+    def without_unreadable(self) -> Dataset:
+        """The same, what is unreadable left out. Raises UserError if that is too much."""
+        return replace(self, bad_rows=self.bad_rows.skip(self.unreadable), unreadable=[])
+
+    def without_bad(self, check: RowCheck) -> Dataset:
+        """The same without rows that `check` is against. Raises UserError if they are too many."""
+        good: list[int] = []
+        problems: list[Problem] = []
+        for number, (row, place) in enumerate(zip(self.rows, self.places, strict=True)):
+            if problem := check(row, place):
+                problems.append(problem)
+            else:
+                good.append(number)
+        return replace(self.pick(good), bad_rows=self.bad_rows.skip(problems)) if problems else self
 
 
 # --- where rows come from -----------------------------------------------------------------------
@@ -71,76 +171,147 @@ class Dataset:
 class DataSource(BaseModel):
     """A `data:` section: a kind, its fields, and how its rows are read."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # Built when it is first needed: by then a plug-in's transforms can import all of this package.
+    model_config = ConfigDict(extra="forbid", frozen=True, defer_build=True)
 
     kind: str
+    transforms: list[TransformField] = Field(
+        default_factory=list, description="What is done to the rows, one after the other."
+    )
+    max_bad_rows: int = Field(
+        0, ge=0, description="So many bad rows are left out, and told of; one more is an error."
+    )
 
-    def load(self, where: str = "data") -> Dataset:
-        """Read all rows; those that are no rows at all are noted in `Dataset.unreadable`.
+    says_where: ClassVar[str] = "path"
+    """The field that says where the rows are."""
+
+    def records(self, where: str) -> Iterator[Record]:
+        """The rows one by one, each with its place, or what is wrong there.
 
         Raises UserError if the source itself cannot be read; `where` names this section.
         """
         raise NotImplementedError
 
+    def title(self) -> str:
+        """What the source is called in messages."""
+        raise NotImplementedError
 
-class JsonlData(DataSource):
-    """JSON lines: one row on each line of one or more files."""
-
-    model_config = ConfigDict(title="jsonl")
-
-    kind: Literal["jsonl"] = "jsonl"
-    path: str | list[str] = Field(
-        description="A file or a list of files: paths relative to the working directory, "
-        "absolute ones, or s3:// addresses.",
-        examples=["examples/data/arithmetic/train.jsonl"],
-    )
+    def keeps_on_disk(self) -> bool:
+        """Whether the rows stay out of memory."""
+        return False
 
     def load(self, where: str = "data") -> Dataset:
-        """Read the files in the order they are given."""
-        paths = [self.path] if isinstance(self.path, str) else self.path
+        """Read and transform all rows; those that will not do are noted in `unreadable`.
+
+        Raises UserError if the source itself cannot be read; `where` names this section.
+        """
+        reading = _Reading(self.title(), self.keeps_on_disk())
+        dataset = None
+        records: Iterable[Record] = self.records(where)
+        waiting: list[tuple[str, RowTransform]] = []
+        for index, section in enumerate(self.transforms):
+            transform = section.build()
+            if isinstance(transform, RowTransform):
+                waiting.append((f"{where}.transforms[{index}] ({section.kind})", transform))
+                continue
+            if dataset is None or waiting:
+                dataset = reading.keep(records, waiting)
+                waiting = []
+            dataset = dataset.pick(transform.order(len(dataset)))
+            records = zip(dataset.rows, dataset.places, strict=True)
+        if dataset is None or waiting:
+            dataset = reading.keep(records, waiting)
+        bad_rows = BadRows(f"{where}.max_bad_rows", self.max_bad_rows)
+        dataset = replace(dataset, unreadable=reading.problems, bad_rows=bad_rows)
+        return _not_empty(dataset, f"{where}.{self.says_where}", reading.seen)
+
+
+class _Reading:
+    """Keeps what comes out of a source or of transforms, in memory or on disk."""
+
+    def __init__(self, title: str, on_disk: bool) -> None:
+        self.title = title
+        self.on_disk = on_disk
+        self.seen = 0
+        self.problems: list[Problem] = []
+
+    def keep(
+        self, records: Iterable[Record], transforms: Sequence[tuple[str, RowTransform]]
+    ) -> Dataset:
+        """The rows that these transforms leave; problems are put down."""
+        done = self._through(records, transforms)
+        if self.on_disk:
+            spool = Spool(done)
+            return Dataset(spool.rows, spool.places, self.title, on_disk=True)
         rows: list[Row] = []
         places: list[str] = []
-        problems: list[Problem] = []
-        for path in paths:
-            for number, line in enumerate(_read(path, f"{where}.path").split(b"\n"), start=1):
-                if not line.strip():
-                    continue
-                row = _parse_row(line, f"{path}:{number}")
-                if isinstance(row, Problem):
-                    problems.append(row)
-                else:
-                    rows.append(row)
-                    places.append(f"{path}:{number}")
-        source = ", ".join(paths)
-        return _not_empty(Dataset(rows, places, source, problems), f"{where}.path")
+        for row, place in done:
+            rows.append(row)
+            places.append(place)
+        return Dataset(rows, places, self.title)
+
+    def _through(
+        self, records: Iterable[Record], transforms: Sequence[tuple[str, RowTransform]]
+    ) -> Iterator[tuple[Row, str]]:
+        for record in records:
+            self.seen += 1
+            if isinstance(record, Problem):
+                self.problems.append(record)
+                continue
+            row, place = record
+            result = _transformed(row, place, transforms)
+            if isinstance(result, Problem):
+                self.problems.append(result)
+            elif result is not None:
+                yield result, place
 
 
-class RowsData(DataSource):
-    """Rows written into the experiment itself."""
-
-    model_config = ConfigDict(title="rows")
-
-    kind: Literal["rows"] = "rows"
-    rows: list[Row] = Field(description="The rows, shaped like the lines of a jsonl file.")
-
-    def load(self, where: str = "data") -> Dataset:
-        """The rows as they are."""
-        places = [f"{where}.rows[{index}]" for index in range(len(self.rows))]
-        return _not_empty(Dataset(list(self.rows), places, f"{where}.rows"), f"{where}.rows")
+def _transformed(
+    row: Row, place: str, transforms: Sequence[tuple[str, RowTransform]]
+) -> Row | Problem | None:
+    for name, transform in transforms:
+        try:
+            changed = transform.apply(row)
+        except Exception as error:  # noqa: BLE001  (anyone's code; reported with the row)
+            words = (
+                str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            )
+            return Problem(place, f"{words} (in {name})", "mend the row, or the transform")
+        if changed is None:
+            return None
+        if not isinstance(changed, dict):
+            what = f"{name} made a {type(changed).__name__} of it"
+            return Problem(place, what, "a transform returns a row, or None to leave it out")
+        row = changed
+    return row
 
 
 DATA_SOURCES: Registry[type[DataSource]] = Registry(
     "data source",
     "flowtune.data",
-    {"jsonl": "algorithms.data.dataset:JsonlData", "rows": "algorithms.data.dataset:RowsData"},
+    {
+        "csv": "algorithms.data.sources:CsvData",
+        "hf": "algorithms.data.sources:HuggingFaceData",
+        "json": "algorithms.data.sources:JsonData",
+        "jsonl": "algorithms.data.sources:JsonlData",
+        "parquet": "algorithms.data.sources:ParquetData",
+        "rows": "algorithms.data.sources:RowsData",
+    },
 )
 
 
-def load_dataset(source: DataSource, where: str = "data") -> Dataset:
-    """The rows of a `data:` section. Raises UserError; `where` names the section in it."""
-    dataset = source.load(where)
-    if dataset.unreadable:
-        raise UserError(*shorten(dataset.unreadable))
+def load_dataset(source: DataSource, where: str = "data", check: RowCheck | None = None) -> Dataset:
+    """The rows of a `data:` section, without the bad ones that may be skipped.
+
+    Bad is what cannot be read, and what `check` is against. Raises UserError naming each bad row if
+    they are too many, or if none is left; `where` names the section in it.
+    """
+    dataset = source.load(where).without_unreadable()
+    if check is not None:
+        dataset = dataset.without_bad(check)
+    if not dataset.rows:
+        what = f"{dataset.source} holds nothing but bad rows"
+        raise UserError(Problem(f"{where}.{source.says_where}", what))
     return dataset
 
 
@@ -156,231 +327,18 @@ def shorten(problems: list[Problem]) -> list[Problem]:
     ]
 
 
-def _not_empty(dataset: Dataset, where: str) -> Dataset:
-    if not dataset.rows and not dataset.unreadable:
-        raise UserError(
-            Problem(where, f"{dataset.source} holds no rows", f"one row a line, as {EXAMPLE_ROW}")
-        )
-    return dataset
-
-
-def _read(path: str, where: str) -> bytes:
-    try:
-        if "://" not in path:
-            return Path(path).expanduser().read_bytes()
-        import fsspec
-
-        with fsspec.open(path, "rb") as file:
-            content: bytes = file.read()
-        return content
-    except FileNotFoundError:
-        raise UserError(Problem(where, f"there is no file {path}", nearest_file(path))) from None
-    except (OSError, ImportError, ValueError) as error:
-        raise UserError(
-            Problem(where, f"{path} cannot be read ({error})", "give a readable file")
-        ) from error
-
-
-def nearest_file(path: str) -> str:
-    """The remedy for a file that is not there: one of a similar name, or where we looked."""
-    folder = Path(path).expanduser().parent
-    names = [entry.name for entry in folder.iterdir()] if folder.is_dir() else []
-    near = difflib.get_close_matches(Path(path).name, names, n=1)
-    if near:
-        return f"did you mean {folder / near[0]}?"
-    if "://" in path:
-        return "check the address and the credentials"
-    return f"paths are relative to the working directory, {Path.cwd()}"
-
-
-def _parse_row(line: bytes, place: str) -> Row | Problem:
-    try:
-        row = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        return Problem(place, f"not UTF-8 text ({error.reason})", "save the file as UTF-8")
-    except json.JSONDecodeError as error:
-        return Problem(
-            place,
-            f"not JSON: {error.msg} at column {error.colno}",
-            "a jsonl file holds one whole JSON object on each line",
-        )
-    if not isinstance(row, dict):
-        kind = type(row).__name__
-        return Problem(place, f"a {kind}, not an object", f"a row looks like {EXAMPLE_ROW}")
-    return row
-
-
-# --- what a row may look like -------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """A chat row; assistant turns before `first_supervised` are context only."""
-
-    messages: list[Message]
-    first_supervised: int
-    tools: list[Any] | None
-
-
-@dataclass(frozen=True)
-class PlainText:
-    """A prompt and its completion as text, without a chat template."""
-
-    prompt: str
-    completion: str
-
-
-def read_example(row: Row) -> Conversation | PlainText:
-    """A row that `row_problem` has nothing against, in the shape it has.
-
-    Of a prompt and completion given as messages only the completion's turns are supervised.
-    """
-    tools = row.get("tools")
-    if "messages" in row:
-        return Conversation(row["messages"], 0, tools)
-    prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        return PlainText(prompt, completion)
-    return Conversation([*prompt, *completion], len(prompt), tools)
-
-
-def expected_answer(row: Row) -> str:
-    """What the last assistant turn, or the completion, says."""
-    example = read_example(row)
-    if isinstance(example, PlainText):
-        return example.completion
-    return str(example.messages[last_assistant(example.messages)].get("content") or "")
-
-
-def last_assistant(messages: list[Message]) -> int:
-    """The index of the last assistant turn; -1 if there is none."""
-    return max((i for i, turn in enumerate(messages) if turn["role"] == "assistant"), default=-1)
-
-
-def row_problem(row: Row, place: str) -> Problem | None:
-    """What is wrong with a row to be learned from: its shape, its turns. None if nothing."""
-    if "messages" in row:
-        if "prompt" in row or "completion" in row:
-            return Problem(place, "has messages and prompt/completion", "keep one of the two")
-        return _messages_problem(row["messages"], "messages", place) or _turns_problem(
-            row["messages"], 0, place
-        )
-    missing = [name for name in ("prompt", "completion") if name not in row]
-    if len(missing) == 2:
-        keys = ", ".join(map(repr, row)) or "nothing"
-        return Problem(
-            place,
-            f"has neither messages nor prompt and completion, but {keys}",
-            f"a row looks like {EXAMPLE_ROW}",
-        )
-    if missing:
-        return Problem(place, f"{missing[0]} is missing", "give both prompt and completion")
-    return _pair_problem(row["prompt"], row["completion"], place)
-
-
-def _pair_problem(prompt: Any, completion: Any, place: str) -> Problem | None:
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if not prompt:
-            return Problem(place, "prompt is empty", "give the text that the completion follows")
-        return None
-    if isinstance(prompt, str) or isinstance(completion, str):
-        kinds = f"a {type(prompt).__name__} and a {type(completion).__name__}"
-        return Problem(
-            place, f"prompt and completion are {kinds}", "two strings, or two lists of messages"
-        )
-    return (
-        _messages_problem(prompt, "prompt", place)
-        or _messages_problem(completion, "completion", place)
-        or _turns_problem([*prompt, *completion], len(prompt), place)
-    )
-
-
-def _messages_problem(messages: Any, name: str, place: str) -> Problem | None:
-    if not isinstance(messages, list) or not messages:
-        return Problem(
-            place, f"{name} is {_short(messages)}", f"a list of turns, as in {EXAMPLE_ROW}"
-        )
-    for index, turn in enumerate(messages):
-        where = f"{name}[{index}]"
-        if not isinstance(turn, dict):
-            return Problem(
-                place,
-                f"{where} is {_short(turn)}",
-                'a turn is an object with "role" and "content"',
-            )
-        role = turn.get("role")
-        if role not in ROLES:
-            near = difflib.get_close_matches(str(role), ROLES, n=1)
-            what = f"{where}.role is {_short(role)}" if "role" in turn else f"{where} has no role"
-            remedy = f"did you mean {near[0]!r}?" if near else f"roles are {', '.join(ROLES)}"
-            return Problem(place, what, remedy)
-        content = turn.get("content")
-        if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
-            what = (
-                f"{where}.content is {_short(content)}"
-                if "content" in turn
-                else f"{where} has no content"
-            )
-            return Problem(place, what, "content is a string")
-    return None
-
-
-def _turns_problem(messages: list[Message], first_supervised: int, place: str) -> Problem | None:
-    roles = [turn["role"] for turn in messages]
-    if "assistant" not in roles[first_supervised:]:
-        part = "completion" if first_supervised else "messages"
-        return Problem(
-            place,
-            f"{part} has no assistant turn, so there is nothing to learn from",
-            'add a turn {"role": "assistant", "content": …} or remove the row',
-        )
-    opening = next(role for role in roles if role not in ("system", "developer"))
-    if opening == "assistant":
-        return Problem(
-            place, "starts with an assistant turn: it answers nothing", "put a user turn before it"
-        )
-    return None
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=repr)
-    return text if len(text) <= 60 else text[:57] + "…"
-
-
-def dataset_problems(
-    dataset: Dataset, check: Callable[[Row, str], Problem | None] = row_problem
-) -> list[Problem]:
+def dataset_problems(dataset: Dataset, check: RowCheck = row_problem) -> list[Problem]:
     """What is wrong: lines that are no rows, then each row that will not do."""
     checked = (check(row, place) for row, place in zip(dataset.rows, dataset.places, strict=True))
     return [*dataset.unreadable, *(problem for problem in checked if problem is not None)]
 
 
-# --- in which order -----------------------------------------------------------------------------
-
-
-def steps_per_epoch(n_rows: int, batch_size: int) -> int:
-    """Steps of one pass: every row once, so the last batch of an epoch may be smaller."""
-    return -(-n_rows // batch_size)
-
-
-@lru_cache(maxsize=4)
-def epoch_order(n_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of the rows in an epoch (from 0), [n_rows]: a pure function of its arguments.
-
-    Rows are sorted by raw 64-bit draws of PCG64 seeded with (seed, epoch). NumPy promises these
-    draws never to change, which it does not promise of `Generator.permutation`.
-    """
-    import numpy as np
-
-    draws = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(n_rows)
-    order = np.argsort(draws, kind="stable")
-    order.flags.writeable = False
-    return order
-
-
-def batch_rows(n_rows: int, batch_size: int, seed: int, step: int) -> list[int]:
-    """The rows of a step (from 0). Steps beyond an epoch go on with the next epoch's order."""
-    epoch, index = divmod(step, steps_per_epoch(n_rows, batch_size))
-    order = epoch_order(n_rows, seed, epoch)
-    picked: list[int] = order[index * batch_size : (index + 1) * batch_size].tolist()
-    return picked
+def _not_empty(dataset: Dataset, where: str, seen: int) -> Dataset:
+    if dataset.rows or dataset.unreadable:
+        return dataset
+    if seen:
+        what = f"the transforms leave no row of {dataset.source}"
+        raise UserError(Problem(where, what, "look at filter and limit"))
+    raise UserError(
+        Problem(where, f"{dataset.source} holds no rows", f"one row a line, as {EXAMPLE_ROW}")
+    )

@@ -14,6 +14,7 @@ Shapes: N tokens of input; a row holds N + 1 tokens.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,16 +23,17 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from algorithms.data.dataset import (
+from algorithms.data.dataset import Dataset
+from algorithms.data.shapes import (
     Conversation,
-    Dataset,
     Message,
     PlainText,
+    Row,
     last_assistant,
     read_example,
     row_problem,
-    shorten,
 )
+from algorithms.data.spool import Lazy
 from backends.base import Tokenizer
 from backends.errors import Problem, UserError
 
@@ -43,11 +45,15 @@ __all__ = [
     "Rendering",
     "Supervise",
     "chat_prompt",
+    "chat_text",
     "generation_prompt",
+    "generation_text",
+    "model_limit",
     "plain_prompt",
     "render_colored",
     "render_rows",
     "stop_tokens",
+    "text_tokens",
     "to_datum",
 ]
 
@@ -73,21 +79,20 @@ class Rendered:
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """All rows that are trained on, in the dataset's order, and what became of the others."""
+    """All rows that are trained on, in the dataset's order, and what became of the others.
 
-    rows: list[Rendered]
+    `rows` of a dataset on disk are rendered anew each time they are asked for. A row is cut to the
+    length limit, dropped if nothing supervised remains of it, and skipped if it is bad.
+    """
+
+    rows: Sequence[Rendered]
     cut: int
     dropped: int
-
-    @property
-    def tokens_total(self) -> int:
-        """Tokens of all rows."""
-        return sum(len(row.tokens) for row in self.rows)
-
-    @property
-    def tokens_supervised(self) -> int:
-        """Tokens that the loss counts, once per epoch."""
-        return sum(int(row.mask[1:].sum()) for row in self.rows)
+    skipped: int
+    tokens_total: int
+    """Tokens of all rows."""
+    tokens_supervised: int
+    """Tokens that the loss counts, once per epoch."""
 
 
 def render_rows(
@@ -98,33 +103,34 @@ def render_rows(
 ) -> Rendering:
     """Tokens and masks of all rows; rows are cut at `max_seq_len` tokens (None: the model's).
 
-    A row of which nothing supervised remains is dropped. Raises UserError naming each bad row, for
-    a template that is not prefix-stable, and if no row remains.
+    Bad rows are skipped as far as the dataset allows it. Raises UserError naming each one if they
+    are too many, for a template that is not prefix-stable, and if no row remains.
     """
     writer = _Writer(tokenizer, supervise)
-    limit = max_seq_len or _model_limit(tokenizer)
+    limit = max_seq_len or model_limit(tokenizer)
     rows: list[Rendered] = []
+    numbers = array("q")
     problems: list[Problem] = []
-    cut = dropped = 0
-    for start in range(0, len(dataset), CHUNK_ROWS):
-        chunk = Dataset(
-            dataset.rows[start : start + CHUNK_ROWS],
-            dataset.places[start : start + CHUNK_ROWS],
-            dataset.source,
-        )
-        for done in writer.render(chunk):
-            if isinstance(done, Problem):
-                problems.append(done)
-            elif limit is None or len(done.tokens) <= limit:
-                rows.append(done)
-            elif done.mask[1:limit].any():
-                rows.append(Rendered(done.tokens[:limit], done.mask[:limit], done.place))
-                cut += 1
-            else:
-                dropped += 1
-    if problems:
-        raise UserError(*shorten(problems))
-    if not rows:
+    cut = dropped = total = supervised = 0
+    for number, done in enumerate(_rendered(dataset, writer)):
+        if isinstance(done, Problem):
+            if done.where != dataset.places[number]:  # not the row's fault, so none to skip
+                raise UserError(done)
+            problems.append(done)
+            continue
+        row = _fit(done, limit)
+        if row is None:
+            dropped += 1
+            continue
+        cut += row is not done
+        total += len(row.tokens)
+        supervised += int(row.mask[1:].sum())
+        if dataset.on_disk:
+            numbers.append(number)
+        else:
+            rows.append(row)
+    bad_rows = dataset.bad_rows.skip(problems)
+    if not total:
         raise UserError(
             Problem(
                 "algorithm.params.max_seq_len",
@@ -133,7 +139,40 @@ def render_rows(
                 "raise max_seq_len or shorten the prompts",
             )
         )
-    return Rendering(rows, cut, dropped)
+    kept = _on_demand(dataset, writer, limit, numbers) if dataset.on_disk else rows
+    return Rendering(kept, cut, dropped, bad_rows.skipped, total, supervised)
+
+
+def _rendered(dataset: Dataset, writer: _Writer) -> Iterable[Rendered | Problem]:
+    for start in range(0, len(dataset), CHUNK_ROWS):
+        yield from writer.render(
+            dataset.rows[start : start + CHUNK_ROWS], dataset.places[start : start + CHUNK_ROWS]
+        )
+
+
+def _fit(row: Rendered, limit: int | None) -> Rendered | None:
+    """The row, cut if it is too long; None if nothing supervised would remain."""
+    if limit is None or len(row.tokens) <= limit:
+        return row
+    if not row.mask[1:limit].any():
+        return None
+    return Rendered(row.tokens[:limit], row.mask[:limit], row.place)
+
+
+def _on_demand(
+    dataset: Dataset, writer: _Writer, limit: int | None, numbers: Sequence[int]
+) -> Sequence[Rendered]:
+    """The rows of these numbers, which have been rendered once, so that nothing is wrong then."""
+
+    def render(index: int) -> Rendered:
+        number = numbers[index]
+        (done,) = writer.render([dataset.rows[number]], [dataset.places[number]])
+        assert isinstance(done, Rendered)
+        row = _fit(done, limit)
+        assert row is not None
+        return row
+
+    return Lazy(len(numbers), render)
 
 
 def to_datum(row: Rendered) -> tinker.Datum:
@@ -166,7 +205,18 @@ def generation_prompt(
     messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None
 ) -> list[int]:
     """The tokens of a conversation up to where the assistant's next turn begins."""
-    text = _template(tokenizer, [messages], tools, generation=True)[0]
+    return text_tokens(generation_text(messages, tokenizer, tools), tokenizer)
+
+
+def generation_text(
+    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None
+) -> str:
+    """The same as text."""
+    return _template(tokenizer, [messages], tools, generation=True)[0]
+
+
+def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
+    """The tokens of text as it stands in the middle of a conversation."""
     return _token_lists(tokenizer, [text])[0]
 
 
@@ -174,10 +224,17 @@ def chat_prompt(
     messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, place: str
 ) -> list[int]:
     """The same of a row. Raises UserError naming its place if the template does not take it."""
+    return text_tokens(chat_text(messages, tokenizer, tools, place), tokenizer)
+
+
+def chat_text(
+    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, place: str
+) -> str:
+    """The same as text. Raises UserError as `chat_prompt` does."""
     if not tokenizer.chat_template:
         raise UserError(_no_template(place))
     try:
-        return generation_prompt(messages, tokenizer, tools)
+        return generation_text(messages, tokenizer, tools)
     except Exception as error:
         raise UserError(_refused(error, place)) from error
 
@@ -232,11 +289,11 @@ class _Writer:
         self.supervise = supervise
         self.special = _special_tokens(tokenizer)
 
-    def render(self, chunk: Dataset) -> Iterable[Rendered | Problem]:
-        """One result for each row of the chunk, in order."""
-        done: list[Rendered | Problem | _Script | None] = [None] * len(chunk)
+    def render(self, rows: Sequence[Row], places: Sequence[str]) -> Iterable[Rendered | Problem]:
+        """One result for each row, in order."""
+        done: list[Rendered | Problem | _Script | None] = [None] * len(rows)
         chats: list[tuple[int, Conversation]] = []
-        for index, (row, place) in enumerate(zip(chunk.rows, chunk.places, strict=True)):
+        for index, (row, place) in enumerate(zip(rows, places, strict=True)):
             problem = row_problem(row, place)
             example = None if problem else read_example(row)
             if isinstance(example, Conversation):
@@ -245,7 +302,7 @@ class _Writer:
                 done[index] = self._plain(example, place)
             else:
                 done[index] = problem
-        scripts = self._scripts([chat for _, chat in chats], [chunk.places[i] for i, _ in chats])
+        scripts = self._scripts([chat for _, chat in chats], [places[i] for i, _ in chats])
         for (index, _), script in zip(chats, scripts, strict=True):
             done[index] = script
         return self._tokenise(done)
@@ -402,7 +459,8 @@ def _end_of_turn(
     return stop
 
 
-def _model_limit(tokenizer: Tokenizer) -> int | None:
+def model_limit(tokenizer: Tokenizer) -> int | None:
+    """The most tokens that the tokenizer says the model reads; None if it does not say."""
     limit = int(min(tokenizer.model_max_length, NO_LIMIT))
     return None if limit == NO_LIMIT else limit
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from algorithms.base import BaseAlgorithm, RunContext
+from algorithms.data.dataset import load_dataset
 from algorithms.experiment import Experiment, parse_experiment
 from backends.base import SavedState
 from backends.mock import MockBackend, MockKind, MockParams
@@ -103,7 +104,7 @@ async def set_up(spec: Experiment, backend: MockBackend) -> BaseAlgorithm:
     """The experiment's algorithm, ready to build batches."""
     algorithm = spec.algorithm.build()
     context = RunContext(
-        "run", "runs/run", spec, spec.data.load(), backend, backend.get_tokenizer()
+        "run", "runs/run", spec, load_dataset(spec.data), backend, backend.get_tokenizer()
     )
     await algorithm.setup(context, backend)
     return algorithm

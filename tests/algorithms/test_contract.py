@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,29 @@ from algorithms.registry import ALGORITHMS
 from algorithms.run import LiveRun
 from backends.errors import UserError
 from backends.storage.run_store import RunStore
-from tests.algorithms.samples import chat
+from tests.algorithms.samples import chat, open_backend, set_up
+from tests.algorithms.sampling_algorithm import Sampling
 
+assert Sampling.name  # importing it makes its kind known
 ROWS = [chat(f"say {word}", word) for word in ("one", "two", "three", "four", "five", "six")]
+
+
+def half(row: dict[str, Any], completion: str) -> float:
+    """A reward that tells one sample of the mock from another."""
+    return float(zlib.crc32(completion.encode()) % 2)
+
 
 CASES: dict[str, dict[str, Any]] = {
     "sft": {},
     "mock_sft": {},
+    "sampling": {},
+    "rl": {
+        "num_samples": 4,
+        "max_tokens": 8,
+        "verifier": {"kind": "function", "params": {"path": f"{__name__}:half"}},
+    },
+    "sdft": {"teacher_sync_every": 2},
+    "distill": {"teacher": {"model": "a teacher"}},
 }
 """The parameters, other than the shared ones, that a short run of each kind takes."""
 
@@ -84,9 +101,8 @@ def weights_of(run: LiveRun) -> dict[str, bytes]:
     return {file.path: (folder / file.path).read_bytes() for file in manifest.files}
 
 
-def test_every_built_in_algorithm_is_a_row_here() -> None:
-    built_in = {row.kind for row in ALGORITHMS.rows().values() if row.origin == "built in"}
-    assert built_in == set(CASES)
+def test_every_algorithm_is_a_row_here() -> None:
+    assert set(ALGORITHMS.rows()) == set(CASES)
 
 
 @pytest.fixture(params=sorted(CASES))
@@ -104,7 +120,7 @@ def test_its_form_has_a_default_or_a_description_for_every_field(kind: str) -> N
     schema = ALGORITHMS[kind].Config.model_json_schema()
     assert schema["additionalProperties"] is False
     for name, field in schema["properties"].items():
-        assert field.get("description"), f"{kind}.{name} says nothing of itself"
+        assert "$ref" in field or field.get("description"), f"{kind}.{name} says nothing of itself"
 
 
 def test_it_has_a_summary_and_its_own_name(kind: str) -> None:
@@ -132,6 +148,40 @@ def test_bad_parameters_are_refused_with_the_field(
     assert [problem.where for problem in refused.value.problems] == [field]
 
 
+def test_all_mistakes_are_told_at_once(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as refused:
+        experiment(kind, tmp_path, batch_size=0, learnig_rate=1.0, max_steps="many")
+    assert {problem.where for problem in refused.value.problems} == {
+        "algorithm.params.batch_size",
+        "algorithm.params.learnig_rate",
+        "algorithm.params.max_steps",
+    }
+
+
+async def test_steps_are_counted_from_the_rows(kind: str, tmp_path: Path) -> None:
+    spec = experiment(kind, tmp_path, batch_size=4, num_epochs=2, max_steps=None)
+    algorithm = await set_up(spec, await open_backend(spec))
+    assert (algorithm.steps_per_epoch, algorithm.total_steps) == (2, 4)  # 6 rows, 4 at a time
+    capped = experiment(kind, tmp_path, batch_size=4, num_epochs=2, max_steps=50)
+    assert (await set_up(capped, await open_backend(capped))).total_steps == 50
+
+
+async def test_a_batch_does_not_depend_on_those_before(kind: str, tmp_path: Path) -> None:
+    spec = experiment(kind, tmp_path)
+    run = await opened(spec)
+    try:
+        late = encode_batch(without_times(await run.algorithm.build_batch(2)))
+    finally:
+        await run.backend.aclose()
+    assert late == (await batches(experiment(kind, tmp_path / "again"), 3))[2]
+
+
+def without_times(batch: TrainingBatch) -> TrainingBatch:
+    """The batch less the metrics that no two runs have in common."""
+    batch.metrics = {k: v for k, v in batch.metrics.items() if not k.startswith("time/")}
+    return batch
+
+
 async def batches(spec: Experiment, count: int) -> list[bytes]:
     """The first batches of a run that does not train."""
     run = await opened(spec)
@@ -139,9 +189,7 @@ async def batches(spec: Experiment, count: int) -> list[bytes]:
         built = [await run.algorithm.build_batch(step) for step in range(count)]
     finally:
         await run.backend.aclose()
-    for batch in built:
-        batch.metrics = {k: v for k, v in batch.metrics.items() if not k.startswith("time/")}
-    return [encode_batch(batch) for batch in built]
+    return [encode_batch(without_times(batch)) for batch in built]
 
 
 async def test_a_seed_decides_its_batches(kind: str, tmp_path: Path) -> None:

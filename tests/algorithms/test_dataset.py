@@ -12,8 +12,6 @@ import pytest
 
 from algorithms.data.dataset import (
     Dataset,
-    JsonlData,
-    RowsData,
     batch_rows,
     epoch_order,
     expected_answer,
@@ -21,6 +19,7 @@ from algorithms.data.dataset import (
     row_problem,
     steps_per_epoch,
 )
+from algorithms.data.sources import JsonlData, RowsData
 from backends.errors import UserError
 from tests.algorithms.samples import chat
 
@@ -90,6 +89,33 @@ def test_an_empty_file_is_refused(tmp_path: Path) -> None:
 
 def test_rows_of_the_experiment_know_their_index() -> None:
     assert load_dataset(RowsData(rows=[chat("a", "b")])).places == ["data.rows[0]"]
+
+
+def test_bad_rows_are_skipped_up_to_a_limit(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    good, bad = json.dumps(chat("1", "2")), json.dumps(chat("1"))
+    path = write(tmp_path / "rows.jsonl", good, "{", bad, good, "[]")
+    dataset = load_dataset(JsonlData(path=path, max_bad_rows=3), check=row_problem)
+    assert dataset.places == [f"{path}:1", f"{path}:4"]
+    assert dataset.bad_rows.skipped == 3
+    assert dataset.unreadable == []
+    assert f"bad row skipped: {path}:3: messages has no assistant turn" in caplog.text
+    assert "bad rows skipped: 3; data.max_bad_rows allows 3" in caplog.text
+    with pytest.raises(UserError) as caught:
+        load_dataset(JsonlData(path=path, max_bad_rows=2), "evaluations.x.data", check=row_problem)
+    *_, last = caught.value.problems
+    assert last.where == "evaluations.x.data.max_bad_rows"
+    assert last.what == "there are 3 bad rows, and 2 may be skipped"
+    with pytest.raises(UserError) as caught:
+        load_dataset(JsonlData(path=path), check=row_problem)
+    assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:5"]
+
+
+def test_nothing_but_bad_rows_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "rows.jsonl", "{", "{")
+    with pytest.raises(UserError, match="holds nothing but bad rows"):
+        load_dataset(JsonlData(path=path, max_bad_rows=9))
 
 
 USER = {"role": "user", "content": "q"}

@@ -1,4 +1,4 @@
-"""What every registered algorithm must do, and what becomes of plug-ins."""
+"""Kinds of one's own: registered in a process, or brought by a plug-in."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
-from algorithms.base import BaseAlgorithmConfig
 from algorithms.check import check_experiment
 from algorithms.experiment import Experiment, parse_experiment
 from algorithms.mock_sft import MockSFT
@@ -24,9 +22,8 @@ from algorithms.registry import (
     register_algorithm,
 )
 from algorithms.sft import SFT, SFTConfig
-from backends.base import SavedState
 from backends.errors import UserError
-from tests.algorithms.samples import document, experiment, open_backend, set_up, train
+from tests.algorithms.samples import document, experiment, open_backend, train
 from tests.algorithms.sampling_algorithm import Sampling
 
 KINDS = sorted(ALGORITHMS.rows())
@@ -37,103 +34,6 @@ def of_kind(kind: str, seed: int = 0, **params: Any) -> Experiment:
     return experiment(
         algorithm={"kind": kind, "params": small}, backend={"kind": "mock"}, seed=seed
     )
-
-
-async def batches(spec: Experiment, steps: int = 4) -> list[str]:
-    """What the first batches hold, as text that can be compared."""
-    algorithm = await set_up(spec, await open_backend(spec))
-    built = [await algorithm.build_batch(step) for step in range(steps)]
-    return [
-        repr(
-            [
-                (
-                    datum.model_input.to_ints(),
-                    {k: v.to_numpy().tolist() for k, v in datum.loss_fn_inputs.items()},
-                )
-                for datum in batch.data
-            ]
-        )
-        for batch in built
-    ]
-
-
-# --- the contract of every algorithm ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_its_config_round_trips(kind: str) -> None:
-    config = algorithm_class(kind).Config(learning_rate=0.5, max_steps=3)
-    again = type(config).model_validate_json(config.model_dump_json())
-    assert again == config
-    assert issubclass(type(config), BaseAlgorithmConfig)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_its_schema_describes_every_parameter(kind: str) -> None:
-    schema = algorithm_class(kind).Config.model_json_schema()
-    json.dumps(schema)
-    assert schema["additionalProperties"] is False
-    for name, field in schema["properties"].items():
-        assert "$ref" in field or field.get("description"), name
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bad_parameters_are_refused_by_name(kind: str) -> None:
-    with pytest.raises(UserError) as caught:
-        of_kind(kind, batch_size=0, learnig_rate=1.0, max_steps="many")
-    assert {problem.where for problem in caught.value.problems} == {
-        "algorithm.params.batch_size",
-        "algorithm.params.learnig_rate",
-        "algorithm.params.max_steps",
-    }
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_batches_are_decided_by_the_seed(kind: str) -> None:
-    first = await batches(of_kind(kind))
-    assert await batches(of_kind(kind)) == first
-    assert await batches(of_kind(kind, seed=1)) != first
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_batches_do_not_depend_on_those_before(kind: str) -> None:
-    spec = of_kind(kind)
-    algorithm = await set_up(spec, await open_backend(spec))
-    late = (await algorithm.build_batch(3)).data
-    again = (await (await set_up(spec, await open_backend(spec))).build_batch(3)).data
-    assert [d.model_input.to_ints() for d in late] == [d.model_input.to_ints() for d in again]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_steps_are_counted_from_the_rows(kind: str) -> None:
-    spec = of_kind(kind, num_epochs=2)
-    algorithm = await set_up(spec, await open_backend(spec))
-    assert algorithm.steps_per_epoch == 3  # 7 rows, 3 at a time
-    assert algorithm.total_steps == 6
-    capped = of_kind(kind, num_epochs=2, max_steps=50)
-    assert (await set_up(capped, await open_backend(capped))).total_steps == 50
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_it_learns_and_its_metrics_are_plain_numbers(kind: str) -> None:
-    spec = of_kind(kind, max_steps=20, learning_rate=0.05)
-    rows = await train(spec, await open_backend(spec))
-    if not algorithm_class(kind).on_policy:
-        assert rows[-1]["train_mean_nll"] < 0.5 * rows[0]["train_mean_nll"]
-    assert all(
-        type(value) is float and np.isfinite(value) for row in rows for value in row.values()
-    )
-
-
-@pytest.mark.parametrize("kind", KINDS)
-async def test_it_resumes_exactly(kind: str, tmp_path: Path) -> None:
-    spec = of_kind(kind, max_steps=6, schedule={"kind": "linear"})
-    whole = await train(spec, await open_backend(spec))
-    first = await open_backend(spec)
-    begun = await train(spec, first, last=4)
-    await first.export_state(await first.save_full_state("s"), tmp_path)
-    second = await open_backend(spec, SavedState(None, tmp_path))
-    assert begun + await train(spec, second, first=4) == whole
 
 
 # --- registering --------------------------------------------------------------------------------

@@ -54,6 +54,7 @@ async def test_set_up_counts_what_it_did() -> None:
         "data/rows": 7.0,
         "data/rows_cut": 0.0,
         "data/rows_dropped": 1.0,
+        "data/rows_skipped": 0.0,
         "data/tokens": 7 * 34.0,
         "data/tokens_supervised": 7 * 9.0,
     }

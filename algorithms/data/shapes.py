@@ -1,0 +1,294 @@
+"""What a row may look like, with the names that TRL gives the shapes.
+
+    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
+    {"prompt": "1+1=", "completion": "2"}                  (strings, or two lists of messages)
+    {"prompt": "1+1=", "chosen": "2", "rejected": "3"}     (strings, or three lists of messages)
+
+A chat row may hold `tools`, which are handed to the chat template. Further columns are kept.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from backends.errors import Problem
+
+Row = dict[str, Any]
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+EXAMPLE_ROW = (
+    '{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}'
+)
+EXAMPLE_PAIR = '{"prompt": "1+1=", "chosen": "2", "rejected": "3"}'
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A chat row; assistant turns before `first_supervised` are context only."""
+
+    messages: list[Message]
+    first_supervised: int
+    tools: list[Any] | None
+
+
+@dataclass(frozen=True)
+class PlainText:
+    """A prompt and its completion as text, without a chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Preference:
+    """Two answers to one prompt, the better first: all three text, or all three turns."""
+
+    prompt: list[Message] | str
+    chosen: list[Message] | str
+    rejected: list[Message] | str
+    tools: list[Any] | None
+
+
+def read_example(row: Row) -> Conversation | PlainText:
+    """A row that `row_problem` has nothing against, in the shape it has.
+
+    Of a prompt and completion given as messages only the completion's turns are supervised.
+    """
+    tools = row.get("tools")
+    if "messages" in row:
+        return Conversation(row["messages"], 0, tools)
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        return PlainText(prompt, completion)
+    return Conversation([*prompt, *completion], len(prompt), tools)
+
+
+def expected_answer(row: Row) -> str:
+    """What the last assistant turn, or the completion, says."""
+    example = read_example(row)
+    if isinstance(example, PlainText):
+        return example.completion
+    return str(example.messages[last_assistant(example.messages)].get("content") or "")
+
+
+def read_prompt(row: Row) -> list[Message] | str:
+    """What a row that `prompt_problem` has nothing against asks: turns, or text without a template.
+
+    An assistant turn at the end is the answer, and no part of it.
+    """
+    if "messages" in row:
+        messages: list[Message] = row["messages"]
+        return messages[:-1] if messages[-1]["role"] == "assistant" else messages
+    prompt: list[Message] | str = row["prompt"]
+    return prompt
+
+
+def read_preference(row: Row) -> Preference:
+    """A row that `preference_problem` has nothing against: its prompt and its two answers.
+
+    Where chosen and rejected are whole conversations (no prompt, or only its text, beside them),
+    the prompt is the turns that both begin with, as in TRL.
+    """
+    prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
+    if isinstance(chosen, list) and not isinstance(prompt, list):
+        shared = _shared_turns(chosen, rejected)
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    assert prompt is not None
+    return Preference(prompt, chosen, rejected, row.get("tools"))
+
+
+def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
+    """How many turns both begin with."""
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+
+
+def last_assistant(messages: list[Message]) -> int:
+    """The index of the last assistant turn; -1 if there is none."""
+    return max((i for i, turn in enumerate(messages) if turn["role"] == "assistant"), default=-1)
+
+
+def row_problem(row: Row, place: str) -> Problem | None:
+    """What is wrong with a row to be learned from: its shape, its turns. None if nothing."""
+    if "messages" in row:
+        if "prompt" in row or "completion" in row:
+            return Problem(place, "has messages and prompt/completion", "keep one of the two")
+        return _messages_problem(row["messages"], "messages", place) or _turns_problem(
+            row["messages"], 0, place
+        )
+    missing = [name for name in ("prompt", "completion") if name not in row]
+    if len(missing) == 2:
+        keys = ", ".join(map(repr, row)) or "nothing"
+        return Problem(
+            place,
+            f"has neither messages nor prompt and completion, but {keys}",
+            f"a row looks like {EXAMPLE_ROW}",
+        )
+    if missing:
+        return Problem(place, f"{missing[0]} is missing", "give both prompt and completion")
+    return _pair_problem(row["prompt"], row["completion"], place)
+
+
+def prompt_problem(row: Row, place: str) -> Problem | None:
+    """What is wrong with a row to be answered: as in `row_problem`, but the answer may be left out.
+
+    None if nothing.
+    """
+    if "messages" in row and "prompt" not in row:
+        messages = row["messages"]
+        problem = _messages_problem(messages, "messages", place)
+        if problem is None and not any(turn["role"] == "user" for turn in messages):
+            problem = Problem(place, "has no user turn to answer", f"as in {EXAMPLE_ROW}")
+        return problem
+    if "prompt" in row and not {"messages", "completion"} & row.keys():
+        prompt = row["prompt"]
+        if isinstance(prompt, str):
+            return None if prompt else Problem(place, "prompt is empty", "give the question")
+        return _messages_problem(prompt, "prompt", place)
+    return row_problem(row, place)
+
+
+def preference_problem(row: Row, place: str) -> Problem | None:
+    """What is wrong with a row to learn a preference from. None if nothing."""
+    missing = [name for name in ("chosen", "rejected") if name not in row]
+    if missing:
+        keys = ", ".join(map(repr, row)) or "nothing"
+        what = f"has no {' and no '.join(missing)}, but {keys}"
+        return Problem(place, what, f"a row looks like {EXAMPLE_PAIR}")
+    chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        problem = _text_prompt_problem(prompt, place)
+    elif isinstance(chosen, str) or isinstance(rejected, str):
+        kinds = f"a {type(chosen).__name__} and a {type(rejected).__name__}"
+        what = f"chosen and rejected are {kinds}"
+        problem = Problem(place, what, "two strings, or two lists of messages")
+    else:
+        problem = (
+            _messages_problem(chosen, "chosen", place)
+            or _messages_problem(rejected, "rejected", place)
+            or _answers_problem(prompt, chosen, rejected, place)
+        )
+    if problem is None and chosen == rejected:
+        problem = Problem(
+            place, "chosen and rejected are the same: neither is better", "remove the row"
+        )
+    return problem
+
+
+def _text_prompt_problem(prompt: Any, place: str) -> Problem | None:
+    if prompt is None:
+        return Problem(place, "prompt is missing", "give the text that both answers follow")
+    if not isinstance(prompt, str):
+        return Problem(
+            place,
+            f"prompt is a {type(prompt).__name__}, but chosen and rejected are strings",
+            "three strings, or three lists of messages",
+        )
+    if not prompt:
+        return Problem(place, "prompt is empty", "give the text that both answers follow")
+    return None
+
+
+def _answers_problem(
+    prompt: Any, chosen: list[Message], rejected: list[Message], place: str
+) -> Problem | None:
+    """What is wrong with answers given as turns, each of which has been looked at."""
+    if isinstance(prompt, str | None):
+        shared = _shared_turns(chosen, rejected)
+        if shared == 0:
+            return Problem(
+                place,
+                "has no prompt: chosen and rejected do not begin with the same turn",
+                "give the prompt's turns as prompt, or at the head of both",
+            )
+        if chosen == rejected:
+            return None  # said of every shape alike
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    elif problem := _messages_problem(prompt, "prompt", place):
+        return problem
+    for name, answer in (("chosen", chosen), ("rejected", rejected)):
+        if last_assistant(answer) < 0:
+            return Problem(
+                place,
+                f"{name} has no assistant turn behind the prompt",
+                'add a turn {"role": "assistant", "content": …} or remove the row',
+            )
+    return _opening_problem([*prompt, *chosen], place)
+
+
+def _pair_problem(prompt: Any, completion: Any, place: str) -> Problem | None:
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not prompt:
+            return Problem(place, "prompt is empty", "give the text that the completion follows")
+        return None
+    if isinstance(prompt, str) or isinstance(completion, str):
+        kinds = f"a {type(prompt).__name__} and a {type(completion).__name__}"
+        return Problem(
+            place, f"prompt and completion are {kinds}", "two strings, or two lists of messages"
+        )
+    return (
+        _messages_problem(prompt, "prompt", place)
+        or _messages_problem(completion, "completion", place)
+        or _turns_problem([*prompt, *completion], len(prompt), place)
+    )
+
+
+def _messages_problem(messages: Any, name: str, place: str) -> Problem | None:
+    if not isinstance(messages, list) or not messages:
+        return Problem(
+            place, f"{name} is {_short(messages)}", f"a list of turns, as in {EXAMPLE_ROW}"
+        )
+    for index, turn in enumerate(messages):
+        where = f"{name}[{index}]"
+        if not isinstance(turn, dict):
+            return Problem(
+                place,
+                f"{where} is {_short(turn)}",
+                'a turn is an object with "role" and "content"',
+            )
+        role = turn.get("role")
+        if role not in ROLES:
+            near = difflib.get_close_matches(str(role), ROLES, n=1)
+            what = f"{where}.role is {_short(role)}" if "role" in turn else f"{where} has no role"
+            remedy = f"did you mean {near[0]!r}?" if near else f"roles are {', '.join(ROLES)}"
+            return Problem(place, what, remedy)
+        content = turn.get("content")
+        if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
+            what = (
+                f"{where}.content is {_short(content)}"
+                if "content" in turn
+                else f"{where} has no content"
+            )
+            return Problem(place, what, "content is a string")
+    return None
+
+
+def _turns_problem(messages: list[Message], first_supervised: int, place: str) -> Problem | None:
+    roles = [turn["role"] for turn in messages]
+    if "assistant" not in roles[first_supervised:]:
+        part = "completion" if first_supervised else "messages"
+        return Problem(
+            place,
+            f"{part} has no assistant turn, so there is nothing to learn from",
+            'add a turn {"role": "assistant", "content": …} or remove the row',
+        )
+    return _opening_problem(messages, place)
+
+
+def _opening_problem(messages: list[Message], place: str) -> Problem | None:
+    roles = [turn["role"] for turn in messages]
+    opening = next(role for role in roles if role not in ("system", "developer"))
+    if opening == "assistant":
+        return Problem(
+            place, "starts with an assistant turn: it answers nothing", "put a user turn before it"
+        )
+    return None
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    return text if len(text) <= 60 else text[:57] + "…"

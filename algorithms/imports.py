@@ -1,0 +1,47 @@
+"""A user's own code by its name, `module:attribute`, as an experiment gives it."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+
+def import_modules(names: Any) -> bool:
+    """Import modules by name; whether any was not imported before.
+
+    Names that are no list of strings are left to whoever checks the document. Raises ValueError as
+    `import_path` does.
+    """
+    wanted = names if isinstance(names, list) else []
+    new = [name for name in wanted if isinstance(name, str) and name not in sys.modules]
+    for name in new:
+        _import(name)
+    return bool(new)
+
+
+def import_path(path: str) -> Any:
+    """What stands behind `module:attribute`; modules of the working directory are found too.
+
+    Raises ValueError, with the remedy, if it cannot be had.
+    """
+    name, colon, attribute = path.partition(":")
+    if not (colon and name and attribute):
+        raise ValueError(f"{path!r} is not module:attribute, as in my_rewards:is_polite")
+    module = _import(name)
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        raise ValueError(f"{name} has no {attribute!r}: define it there") from None
+
+
+def _import(name: str) -> ModuleType:
+    if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
+        sys.path.append(here)  # behind all others, so that it hides nothing
+    try:
+        return import_module(name)
+    except Exception as error:
+        what = f"{name} does not import: {type(error).__name__}: {error}"
+        raise ValueError(f"{what} (looked in the working directory too)") from error

@@ -1,0 +1,81 @@
+"""Preference rows, in the shapes that TRL takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from algorithms.data.shapes import Preference, Row, preference_problem, read_preference
+
+USER = {"role": "user", "content": "q"}
+GOOD = {"role": "assistant", "content": "good"}
+BAD = {"role": "assistant", "content": "bad"}
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (
+            {"prompt": "q", "chosen": "good", "rejected": "bad"},
+            Preference("q", "good", "bad", None),
+        ),
+        (
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": ["t"]},
+            Preference([USER], [GOOD], [BAD], ["t"]),
+        ),
+        (
+            {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            Preference([USER], [GOOD], [BAD], None),
+        ),
+        (  # the prompt's text beside whole conversations, as UltraFeedback has it
+            {"prompt": "q", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            Preference([USER], [GOOD], [BAD], None),
+        ),
+        (
+            {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+            Preference([USER, GOOD, USER], [GOOD], [BAD], None),
+        ),
+    ],
+)
+def test_preferences(row: Row, expected: Preference) -> None:
+    assert preference_problem(row, "x") is None
+    assert read_preference(row) == expected
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "q", "chosen": "a"}, "has no rejected, but 'prompt', 'chosen'"),
+        ({"prompt": "q"}, "has no chosen and no rejected"),
+        ({"chosen": "a", "rejected": "b"}, "prompt is missing"),
+        ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt is empty"),
+        ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "prompt is a list, but chosen"),
+        ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "are a str and a list"),
+        ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are the same"),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [GOOD]}, "are the same"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are the same"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt: chosen and rejected do not"),
+        ({"prompt": [USER], "chosen": [], "rejected": [BAD]}, "chosen is []"),
+        ({"prompt": [{}], "chosen": [GOOD], "rejected": [BAD]}, "prompt[0] has no role"),
+        ({"prompt": [USER], "chosen": [USER], "rejected": [BAD]}, "chosen has no assistant"),
+        ({"chosen": [USER, GOOD], "rejected": [USER]}, "rejected has no assistant turn behind"),
+        ({"prompt": [GOOD], "chosen": [GOOD], "rejected": [BAD]}, "starts with an assistant"),
+    ],
+)
+def test_what_is_wrong_with_a_preference(row: Row, what: str) -> None:
+    problem = preference_problem(row, "rows.jsonl:7")
+    assert problem is not None
+    assert problem.where == "rows.jsonl:7"
+    assert what in problem.what
+    assert problem.remedy
+
+
+def test_they_are_cut_as_trl_cuts_them() -> None:
+    data_utils = pytest.importorskip("trl.data_utils")
+    row = {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}
+    theirs = data_utils.maybe_extract_prompt(row)
+    ours = read_preference(row)
+    assert (ours.prompt, ours.chosen, ours.rejected) == (
+        theirs["prompt"],
+        theirs["chosen"],
+        theirs["rejected"],
+    )

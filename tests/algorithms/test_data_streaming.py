@@ -1,0 +1,107 @@
+"""Rows that stay on disk: the same batches, the same run, whatever is cut, dropped or skipped."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from algorithms.base import TrainingBatch
+from algorithms.data.dataset import Dataset, load_dataset
+from algorithms.data.rendering import render_rows, to_datum
+from algorithms.experiment import Experiment
+from backends.base import SavedState
+from backends.errors import UserError
+from tests.algorithms.samples import byte_tokenizer, chat, experiment, open_backend, set_up, train
+
+LONG_ANSWER = chat("q", "y" * 100)
+LONG_QUESTION = chat("x" * 100, "a")
+TEXTS = [{"prompt": f"{n} + {n} =", "completion": f" {2 * n}"} for n in range(5)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Rows of both shapes, among them one to cut, one to drop, and two that are bad."""
+    rows = [chat(f"say {n}", f"number {n}") for n in range(7)]
+    rows += [LONG_ANSWER, LONG_QUESTION, chat("no answer"), *TEXTS]
+    lines = [json.dumps(row) for row in rows]
+    lines.insert(3, "{")
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def spec_of(path: Path, streaming: bool, max_bad_rows: int = 2, **params: Any) -> Experiment:
+    data = {"kind": "jsonl", "path": str(path), "max_bad_rows": max_bad_rows}
+    return experiment(
+        data=data | {"streaming": streaming},
+        algorithm={"kind": "mock_sft", "params": {"batch_size": 3, "max_seq_len": 60} | params},
+    )
+
+
+def bits(batch: TrainingBatch) -> list[Any]:
+    return [
+        (datum.model_input.to_ints(), {k: v.tolist() for k, v in datum.loss_fn_inputs.items()})
+        for datum in batch.data
+    ]
+
+
+async def test_batches_are_the_same_bits(path: Path) -> None:
+    kept, streamed = [
+        await set_up(spec, await open_backend(spec))
+        for spec in (spec_of(path, False), spec_of(path, True))
+    ]
+    assert streamed.setup_metrics() == kept.setup_metrics()
+    assert kept.setup_metrics()["data/rows_cut"] == 1
+    assert kept.setup_metrics()["data/rows_dropped"] == 1
+    assert kept.setup_metrics()["data/rows_skipped"] == 2
+    for step in range(2 * kept.steps_per_epoch):
+        assert bits(await streamed.build_batch(step)) == bits(await kept.build_batch(step))
+
+
+async def test_a_run_resumes_exactly(path: Path, tmp_path: Path) -> None:
+    in_memory, spec = (spec_of(path, on, max_steps=8) for on in (False, True))
+    whole = await train(in_memory, await open_backend(in_memory))
+    first = await open_backend(spec)
+    begun = await train(spec, first, last=3)
+    await first.export_state(await first.save_full_state("x"), tmp_path)
+    second = await open_backend(spec, SavedState(None, tmp_path))
+    assert begun + await train(spec, second, first=3) == whole
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_one_bad_row_too_many(path: Path, streaming: bool) -> None:
+    spec = spec_of(path, streaming, max_bad_rows=1)
+    with pytest.raises(UserError) as caught:
+        await set_up(spec, await open_backend(spec))
+    assert [problem.where for problem in caught.value.problems] == [
+        f"{path}:11",
+        "data.max_bad_rows",
+    ]
+    assert caught.value.problems[1].what == "there are 2 bad rows, and 1 may be skipped"
+
+
+def test_a_real_tokenizer_gives_the_same_tokens(path: Path) -> None:
+    def rendered(streaming: bool) -> list[tuple[list[int], list[bool], str]]:
+        dataset = load_dataset(spec_of(path, streaming).data)
+        rows = render_rows(dataset, byte_tokenizer(), max_seq_len=60).rows
+        return [(row.tokens.tolist(), row.mask.tolist(), row.place) for row in rows]
+
+    assert rendered(True) == rendered(False)
+
+
+def test_what_is_no_fault_of_the_row_is_not_skipped() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = None
+    data = experiment(data={"kind": "rows", "rows": TEXTS, "max_bad_rows": 99}).data
+    with pytest.raises(UserError, match=r"model\.name: the tokenizer has no eos token"):
+        render_rows(load_dataset(data), tokenizer)
+
+
+def test_datums_of_slices(path: Path) -> None:
+    dataset: Dataset = load_dataset(spec_of(path, True).data)
+    rows = render_rows(dataset, byte_tokenizer(), max_seq_len=60).rows
+    (datum,) = map(to_datum, rows[-1:])
+    assert datum.model_input.to_ints() == rows[-1].tokens[:-1].tolist()
