@@ -182,8 +182,16 @@ class BaseAlgorithm(ABC):
 
     @classmethod
     def check_row(cls, row: dict[str, Any], place: str) -> Problem | None:
-        """What this recipe has against a row of its data, found before any compute starts."""
+        """What this recipe has against a row of its data, whatever its parameters."""
         return None
+
+    def row_problem(self, row: dict[str, Any], place: str) -> Problem | None:
+        """What it has against a row with these parameters, found before any compute starts."""
+        return self.check_row(row, place)
+
+    def code(self) -> list[object]:
+        """Everything whose source decides its batches: itself, and what its parameters name."""
+        return [self]
 
     async def train(self, ctx: RunContext) -> RunResult:
         """Execute one full run: set up, every step, evaluations, checkpoints, the result.

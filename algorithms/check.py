@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from algorithms.data.dataset import Dataset, dataset_problems, shorten
+from algorithms.data.dataset import Dataset, Row, dataset_problems, shorten
 from algorithms.document import Document, explain, read_document, with_overrides
 from algorithms.evaluators import evaluation_problems
 from algorithms.experiment import (
@@ -135,14 +135,25 @@ def _check_data(sections: _Sections, problems: list[Problem]) -> list[Dataset]:
         if dataset is not None:
             datasets.append(dataset)
             if kind is not None:
-                found = dataset_problems(dataset, ALGORITHMS[kind].check_row)
-                problems.extend(dataset.bad_rows.refused(found))
+                check = _row_check(sections, kind, problems)
+                problems.extend(dataset.bad_rows.refused(dataset_problems(dataset, check)))
     for index, spec in enumerate(sections.evaluations):
         if spec is not None:
             dataset = _read_held_out(spec, f"evaluations[{index}].data", problems)
             if dataset is not None:
                 datasets.append(dataset)
     return datasets
+
+
+def _row_check(
+    sections: _Sections, kind: str, problems: list[Problem]
+) -> Callable[[Row, str], Problem | None]:
+    """What looks at the rows: the algorithm with its parameters, or without, if these are bad."""
+    if sections.algorithm is not None:
+        algorithm = _collect(problems, sections.algorithm.build)
+        if algorithm is not None:
+            return algorithm.row_problem
+    return ALGORITHMS[kind].check_row
 
 
 def _read_held_out(spec: EvaluationSpec, where: str, problems: list[Problem]) -> Dataset | None:

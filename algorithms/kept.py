@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algorithms.base import TrainingBatch, Transcript
+from algorithms.base import BaseAlgorithm, TrainingBatch, Transcript
 from algorithms.evaluators import EvaluationResult, PreparedEvaluation, read_result
 from backends.storage.run_store import RunStore
 
@@ -127,9 +127,10 @@ class Kept:
         self._store.keep(self.evaluation_name(prepared, result.step), data)
 
 
-def made_by(experiment: Mapping[str, Any], data_fingerprint: str, algorithm: object) -> str:
+def made_by(experiment: Mapping[str, Any], data_fingerprint: str, algorithm: BaseAlgorithm) -> str:
     """What decides a run's weights, step for step: its settings, its rows, its algorithm's code."""
-    return _digest(experiment, data_fingerprint, code_version(algorithm))
+    code = [code_version(item) for item in algorithm.code()]
+    return _digest(experiment, data_fingerprint, code)
 
 
 def code_version(item: object) -> str:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field
 
 from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig, RunContext, TrainingBatch
-from algorithms.data.dataset import Row, batch_rows, row_problem, steps_per_epoch
+from algorithms.data.order import batch_rows, steps_per_epoch
 from algorithms.data.rendering import Supervise, render_rows, to_datum
+from algorithms.data.shapes import Row, row_problem
 from backends.base import Backend
 from backends.errors import Problem
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, JsonValue
 
 from algorithms.data.dataset import DataSource, Record
 from algorithms.data.files import matching_files, opened
@@ -346,7 +346,9 @@ class RowsData(DataSource):
     model_config = ConfigDict(title="rows")
 
     kind: Literal["rows"] = "rows"
-    rows: list[Row] = Field(description="The rows, shaped like the lines of a jsonl file.")
+    rows: list[dict[str, JsonValue]] = Field(
+        description="The rows, shaped like the lines of a jsonl file."
+    )
 
     says_where: ClassVar[str] = "rows"
 

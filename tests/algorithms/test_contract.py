@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import zlib
 from pathlib import Path
@@ -212,6 +213,21 @@ async def test_a_run_that_was_cut_off_ends_like_one_that_was_not(kind: str, tmp_
     await trained(again)
     assert rows_of(again) == rows_of(whole)
     assert weights_of(again) == weights_of(whole)
+
+
+async def test_its_curve_is_the_one_that_is_committed(kind: str, tmp_path: Path) -> None:
+    """The numbers of a short run, to ten digits: whoever changes them has to say so.
+
+    `FLOWTUNE_GOLDEN=write pytest tests/algorithms/test_contract.py -k committed` writes them anew.
+    """
+    run = await opened(experiment(kind, tmp_path))
+    await trained(run)
+    rows = [{name: f"{value:.10g}" for name, value in row.items()} for row in rows_of(run)]
+    golden = Path(__file__).parent / "golden" / f"{kind}.jsonl"
+    if os.environ.get("FLOWTUNE_GOLDEN") == "write":
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+    assert [json.loads(line) for line in golden.read_text().splitlines()] == rows
 
 
 async def test_its_metrics_are_finite_numbers_with_plain_names(kind: str, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 import yaml
 from pydantic import TypeAdapter
 
-from algorithms.data.dataset import DATA_SOURCES, DataSource, row_problem
-from algorithms.data.shapes import preference_problem
+from algorithms.data.dataset import DATA_SOURCES, DataSource
+from algorithms.data.shapes import preference_problem, row_problem
 from algorithms.data.transforms import TRANSFORMS, RowTransform
 from algorithms.experiment import DataField
 

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,11 @@ def test_what_can_be_wrong_with_a_data_set(saved: Path, tmp_path: Path) -> None:
     (problem,) = problems_of(HuggingFaceData(name=str(tmp_path / "nothing")))
     assert problem.where == "data.name"
     assert "cannot be loaded" in problem.what
+
+
+def test_rows_of_the_experiment_are_json() -> None:
+    with pytest.raises(ValueError, match="not a valid JSON value"):
+        source(kind="rows", rows=[{"day": date(2026, 1, 1)}])  # as YAML reads 2026-01-01
 
 
 def test_every_source_is_tried_here() -> None:

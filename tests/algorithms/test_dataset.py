@@ -10,15 +10,9 @@ import fsspec
 import numpy as np
 import pytest
 
-from algorithms.data.dataset import (
-    Dataset,
-    batch_rows,
-    epoch_order,
-    expected_answer,
-    load_dataset,
-    row_problem,
-    steps_per_epoch,
-)
+from algorithms.data.dataset import Dataset, load_dataset
+from algorithms.data.order import batch_rows, epoch_order, steps_per_epoch
+from algorithms.data.shapes import expected_answer, row_problem
 from algorithms.data.sources import JsonlData, RowsData
 from backends.errors import UserError
 from tests.algorithms.samples import chat

@@ -123,7 +123,7 @@ async def test_a_state_that_expired_is_deleted_at_the_server(
     engine: EngineProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = await connect(TinkerBackend, engine.url, KEY, SPEC, None)
-    old, new = [await backend.save_full_state(name) for name in ("old", "new")]
+    old, _ = [await backend.save_full_state(name) for name in ("old", "new")]
     states = {path.name for path in engine.scratch.glob("checkpoints/*/weights/*")}
     await asyncio.to_thread(backend.discard_state, old)
     left = {path.name for path in engine.scratch.glob("checkpoints/*/weights/*")}
