@@ -1,6 +1,7 @@
 # make train   fine-tune the model that ships with flowtune
 # make test    lint, types and the suite
 # make test-s3 the tests that need object storage, on a real S3 service they start themselves
+# make learn   the examples that show that every algorithm learns, about ten minutes
 # make bench   the engine beside raw PyTorch + PEFT
 # make fuzz    hostile requests, six times as many as the suite tries, and others at each run
 # make chaos   training runs under kill -9; `make chaos SEED=7 KILLS=20` repeats or shortens it
@@ -15,7 +16,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 KILLS ?= 50
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help train test test-s3 bench fuzz chaos lint clean
+.PHONY: help train test test-s3 learn bench fuzz chaos lint clean
 
 help: ## show this
 	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
@@ -29,6 +30,9 @@ test: lint ## lint, types and the suite; it starts every server it needs
 test-s3: .venv/.for-tests ## object storage on a real S3 service, faults on the way included
 	$(BIN)/python -m pytest -m 'slow or not slow' -k s3 tests/backends/storage \
 		tests/backends/engine/test_engine_checkpoints.py tests/flows/test_end_to_end.py
+
+learn: .venv/.for-training ## run the examples of every algorithm, and hold their held-out scores to a goal
+	$(BIN)/python -m examples.learn
 
 fuzz: .venv/.for-tests ## hostile requests: over 10,000, and others at each run
 	FLOWTUNE_FUZZ=6 $(BIN)/python -m pytest --timeout=3600 tests/backends/engine/test_hostile_*.py

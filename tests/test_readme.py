@@ -17,8 +17,13 @@ PAGES = [
     "benchmarks/README.md",
     "deployments/README.md",
     "docs/engine.md",
+    "docs/evaluations.md",
     "docs/orchestration.md",
     "docs/performance.md",
+    "docs/rewards.md",
+]
+ALL_PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")) + [
+    page for page in PAGES if not page.startswith("docs/")
 ]
 
 
@@ -61,6 +66,6 @@ def test_each_make_target_exists() -> None:
 
 
 def test_each_file_that_is_linked_exists() -> None:
-    for page in PAGES:
+    for page in ALL_PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", (ROOT / page).read_text()):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"

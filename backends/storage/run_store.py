@@ -405,7 +405,7 @@ class RunStore:
         return self._checkpoints.latest()
 
     def best_checkpoint(self, best: Best) -> CheckpointManifest | None:
-        """The best of the checkpoints that are kept, as `keep_best` says; None if none is scored."""
+        """The best checkpoint that is kept, as `keep_best` says; None if none is scored."""
         rows = self.evaluations()
         scores = {row["step"]: row["score"] for row in rows if row["name"] == best.metric}
         manifests = self.checkpoints()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def test_what_is_no_fault_of_the_row_is_not_skipped() -> None:
     data = experiment(data={"kind": "rows", "rows": TEXTS, "max_bad_rows": 99}).data
     with pytest.raises(UserError, match=r"model\.name: the tokenizer has no eos token"):
         render_rows(load_dataset(data), tokenizer)
+
+
+def test_a_full_disk_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda prefix: open("/dev/full", "wb"))  # noqa: PTH123, SIM115
+    with pytest.raises(UserError, match="No space left on device") as caught:
+        load_dataset(spec_of(path, True).data)
+    (problem,) = caught.value.problems
+    assert problem.where == tempfile.gettempdir()
+    assert problem.remedy == "set TMPDIR to a folder with room for them"
 
 
 def test_datums_of_slices(path: Path) -> None:
