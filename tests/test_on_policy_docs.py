@@ -41,7 +41,7 @@ async def test_the_environment_and_the_verifier_of_the_page_train_a_run(folder: 
     assert experiment is not None
     assert problems == []
     # The mock's answers are all of one length, so groups whose rewards are alike have to count.
-    params = {"max_steps": 3, "drop_constant_reward": "false"}
+    params = {"max_steps": 3, "max_tokens": 64, "drop_constant_reward": "false"}
     overrides = [f"algorithm.params.{name}={value}" for name, value in params.items()]
     spec = load_experiment("my_twice.yaml", ["backend.kind=mock", *overrides])
     backend = await spec.backend.row().open(spec.backend.params, spec.model_spec(), None)
