@@ -34,9 +34,10 @@ def differences(whole: Path, disturbed: Path, engine_store: Path | None = None) 
         *_same_bytes(whole, disturbed, "evaluations.jsonl"),
         *_checkpoints(whole, disturbed, engine_store),
     ]
-    for path in sorted((whole / "evaluations").rglob("*")):
-        if path.is_file():
-            found += _same_bytes(whole, disturbed, path.relative_to(whole).as_posix())
+    for folder in ("evaluations", "rollouts"):
+        for path in sorted((whole / folder).rglob("*")):
+            if path.is_file():
+                found += _same_bytes(whole, disturbed, path.relative_to(whole).as_posix())
     return found
 
 

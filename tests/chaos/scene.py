@@ -53,15 +53,21 @@ def courses(steps: int) -> tuple[Course, ...]:
     common = {"batch_size": 4, "lora_rank": 8, "save_every": 4}
     sft = {"kind": "sft", "params": common | {"learning_rate": 2e-3, "max_steps": steps}}
     sampling = {"kind": "sampling", "params": common | {"max_steps": steps // 2}}
+    rollouts = {"num_samples": 4, "max_tokens": 12, "verifier": {"kind": "numeric"}}
+    # Checkpoints fall between the two steps of a batch, and before batches sampled earlier.
+    overlapping = {"num_substeps": 2, "max_staleness": 1, "save_every": 5}
+    rl = {"kind": "rl", "params": common | rollouts | overlapping | {"max_steps": steps // 2}}
     return (
         Course("sft", sft),
-        Course("proxied-sampling", sampling, proxied=True, deployed=True),
+        Course("proxied-rl", rl, proxied=True, deployed=True),
         Course("proxied-sft", sft, proxied=True),
-        Course("sampling", sampling, deployed=True),
+        Course("rl", rl, deployed=True),
         Course("sft", sft, deployed=True),
         Course("proxied-sampling", sampling, proxied=True),
         Course("proxied-sft", sft, proxied=True, deployed=True),
-        Course("sampling", sampling),
+        Course("rl", rl),
+        Course("proxied-rl", rl, proxied=True),
+        Course("sampling", sampling, deployed=True),
     )
 
 
