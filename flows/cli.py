@@ -243,19 +243,22 @@ def _rehearse(experiment: Experiment, terminal: Terminal) -> None:
 async def _three_steps(experiment: Experiment, terminal: Terminal) -> None:
     from algorithms.opening import open_live_run
     from backends.storage.run_store import RunStore
-    from flows.terminal import print_example
+    from flows.terminal import print_example, print_transcript
 
     run = await open_live_run(experiment, RunStore(experiment.store, "dry-run"), None)
     try:
         run.callbacks.append(terminal)
         terminal.close()
         batch = await run.algorithm.build_batch(0)
-        print_example(terminal.console, *_first_row(batch, run.backend.get_tokenizer()))
+        for transcript in batch.transcripts[:1]:
+            print_transcript(terminal.console, transcript)
+        if batch.data:
+            print_example(terminal.console, *_first_row(batch, run.backend.get_tokenizer()))
         terminal.on_start(run.plan)
         await run.run_segment(run, 0, run.plan.total_steps)
         await run.settle()
     finally:
-        await run.beside.cancel()
+        await run.cancel()
         await run.backend.aclose()
 
 
@@ -279,11 +282,15 @@ def _first_row(batch: Any, tokenizer: Any) -> tuple[list[tuple[str, bool]], int]
     from algorithms.data.rendering import render_colored
 
     datum = batch.data[0]
-    targets = datum.loss_fn_inputs["target_tokens"].to_numpy().tolist()
+    inputs = datum.model_input.to_ints()
+    targets = datum.loss_fn_inputs["target_tokens"].to_numpy()
     name = "weights" if "weights" in datum.loss_fn_inputs else "advantages"
-    weights = datum.loss_fn_inputs[name].to_numpy().tolist()
-    tokens = [datum.model_input.to_ints()[0], *targets]
-    mask = [False, *(weight != 0 for weight in weights)]
+    weights = datum.loss_fn_inputs[name].to_numpy()
+    if targets.ndim == 2:  # soft targets [N, K]: what was said, and at its end the likeliest
+        last = int(targets[-1, weights[-1].argmax()])
+        targets, weights = [*inputs[1:], last], weights.any(axis=1)
+    tokens = [inputs[0], *map(int, targets)]
+    mask = [False, *(bool(weight != 0) for weight in weights)]
     return render_colored(tokens, mask, tokenizer), sum(mask)
 
 

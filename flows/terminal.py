@@ -23,7 +23,7 @@ from rich.text import Text
 from algorithms.callbacks import Callback, RunPlan
 
 if TYPE_CHECKING:
-    from algorithms.base import RunResult
+    from algorithms.base import RunResult, Transcript
     from algorithms.evaluators import EvaluationResult
     from backends.errors import Problem
     from backends.storage.run_store import RunSummary
@@ -217,6 +217,14 @@ def print_problems(console: Console, problems: Sequence[Problem], nothing_done: 
     if nothing_done:
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
         console.print(Text(f"{count}; nothing was started", style="dim"))
+
+
+def print_transcript(console: Console, transcript: Transcript) -> None:
+    """Show a rollout: who said what, and what it earned."""
+    for message in transcript.messages:
+        console.print(f"{message['role']:>9}  ", style="bold", end="")
+        console.print(str(message.get("content") or ""), markup=False, highlight=False)
+    console.print(f"{'reward':>9}  {transcript.reward:.3g} ({transcript.end})", highlight=False)
 
 
 def print_example(console: Console, spans: Iterable[tuple[str, bool]], counted: int) -> None:

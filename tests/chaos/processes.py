@@ -22,6 +22,7 @@ ROOT: Final = Path(__file__).parents[2]
 MODEL: Final = "examples/models/tiny-qwen3"
 GONE_SECONDS: Final = 30.0
 START_SECONDS: Final = 180.0
+BUSY_TRIES: Final = 10
 
 
 class Attempt:
@@ -222,7 +223,11 @@ class PrefectRuns:
             self._post(f"/flow_runs/{flow_run_id}/set_state", {"state": crashed, "force": True})
 
     def _post(self, address: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        answer = self._client.post(address, json=body)
+        for _ in range(BUSY_TRIES):
+            answer = self._client.post(address, json=body)
+            if answer.status_code != httpx.codes.SERVICE_UNAVAILABLE:
+                break
+            time.sleep(1)  # the server's SQLite has others to serve
         answer.raise_for_status()
         found: dict[str, Any] = answer.json()
         return found

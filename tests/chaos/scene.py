@@ -53,7 +53,7 @@ def courses(steps: int) -> tuple[Course, ...]:
     common = {"batch_size": 4, "lora_rank": 8, "save_every": 4}
     sft = {"kind": "sft", "params": common | {"learning_rate": 2e-3, "max_steps": steps}}
     sampling = {"kind": "sampling", "params": common | {"max_steps": steps // 2}}
-    rollouts = {"num_samples": 4, "max_tokens": 12, "verifier": {"kind": "numeric"}}
+    rollouts = {"num_samples": 6, "max_tokens": 12}  # one answer in nine is a bare number
     # Checkpoints fall between the two steps of a batch, and before batches sampled earlier.
     overlapping = {"num_substeps": 2, "max_staleness": 1, "save_every": 5}
     rl = {"kind": "rl", "params": common | rollouts | overlapping | {"max_steps": steps // 2}}
