@@ -24,7 +24,7 @@ from algorithms.base import (
     TrainingBatch,
     Transcript,
 )
-from algorithms.data.dataset import Message, Row, batch_rows, shorten, steps_per_epoch
+from algorithms.data.dataset import Message, Row, batch_rows, steps_per_epoch
 from algorithms.data.rendering import model_limit, stop_tokens
 from algorithms.rollouts.chat import Voice
 from algorithms.rollouts.runner import seed_of, together
@@ -165,8 +165,7 @@ class Distilling(BaseAlgorithm):
                 questions.append(self.question(row, place))
             except UserError as error:
                 problems.extend(error.problems)
-        if problems:
-            raise UserError(*shorten(problems))
+        ctx.dataset.bad_rows.skip(problems)
         self._questions = [
             question
             for question in questions

@@ -9,9 +9,10 @@ from one place. Importing this module imports no compute library.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -32,7 +33,7 @@ from algorithms.data.transforms import TRANSFORMS
 from algorithms.document import Document, explain, read_document, with_overrides
 from algorithms.imports import import_modules
 from algorithms.registry import ALGORITHMS, CALLBACKS
-from algorithms.rewards.metrics import DIRECTIONS
+from algorithms.rewards.metrics import direction_of
 from algorithms.rewards.section import VerifierField
 from algorithms.rewards.verifiers import VERIFIERS
 from algorithms.rollouts.environment import ENVIRONMENTS, EnvironmentField
@@ -75,11 +76,15 @@ class CallbackSection(Section):
 
     kind: str
     params: BaseModel
+    on_error: Literal["tell", "stop"] = Field(
+        "tell", description="If it fails: tell, and train on; or stop the run as failed."
+    )
 
     def build(self) -> Callback:
-        """The callback."""
+        """The callback. Raises UserError for one that cannot work on this machine."""
         cls: Any = CALLBACKS[self.kind]
         callback: Callback = cls(self.params)
+        callback.stops_the_run = self.on_error == "stop"
         return callback
 
 
@@ -132,15 +137,18 @@ class EvaluationSpec(Section):
     """Held-out rows that the weights are scored on during the run, and how."""
 
     name: str = Field(description="Names its metrics: val/<name>/reward/mean.")
-    kind: Literal["benchmark", "nll"] = Field(
+    kind: Literal["benchmark", "nll", "preference"] = Field(
         "benchmark",
         description="benchmark: the model answers, a verifier scores (more is better); nll: how "
-        "likely the rows' own answers are to it, in nats per token (less is better).",
+        "likely the rows' own answers are to it, in nats per token (less is better); preference: "
+        "for which share of the rows the chosen answer is likelier to it than the rejected one.",
     )
     role: Literal["validation", "test"] = Field(
         "validation", description="Nothing is ever chosen by the score of a test evaluation."
     )
-    data: DataField = Field(description="Rows whose last assistant turn is the right answer.")
+    data: DataField = Field(
+        description="Rows whose last assistant turn is the right answer; for preference, pairs."
+    )
     verifier: VerifierField | None = Field(
         default_factory=_default_verifier,
         validate_default=True,
@@ -171,29 +179,32 @@ class EvaluationSpec(Section):
     supervise: Supervise = Field(
         "all_assistant", description="For nll: which assistant turns are scored."
     )
+    length_normalized: bool = Field(
+        False, description="For preference: compare answers by their likelihood per token."
+    )
     limit: int | None = Field(None, ge=1, description="Evaluate on the first n rows only.")
 
     @property
     def score_metric(self) -> str:
         """The one of its metrics that is its score."""
-        return "reward/mean" if self.kind == "benchmark" else "nll"
+        return {"benchmark": "reward/mean", "nll": "nll", "preference": "accuracy"}[self.kind]
 
     @field_validator("name")
     @classmethod
     def _name(cls, name: str) -> str:
-        return _plain_name(name)
+        return plain_name(name)
 
     @model_validator(mode="after")
     def _fits_its_kind(self) -> EvaluationSpec:
-        other = NLL_FIELDS if self.kind == "benchmark" else BENCHMARK_FIELDS
-        for name in other:
+        others = [names for kind, names in OWN_FIELDS.items() if kind != self.kind]
+        for name in chain.from_iterable(others):
             default = type(self).model_fields[name].get_default(call_default_factory=True)
             if getattr(self, name) != default:
                 raise ValueError(f"{name} says nothing to kind: {self.kind}; leave it out")
         if self.kind == "benchmark" and self.verifier is None:
             raise ValueError("a benchmark needs a verifier: leave it out for exact_match")
-        if self.kind == "nll" and self.verifier is not None:
-            raise ValueError("verifier says nothing to kind: nll; leave it out")
+        if self.kind != "benchmark" and self.verifier is not None:
+            raise ValueError(f"verifier says nothing to kind: {self.kind}; leave it out")
         return self
 
     @model_validator(mode="after")
@@ -213,20 +224,21 @@ class EvaluationSpec(Section):
         return self
 
 
-BENCHMARK_FIELDS = (
-    "max_tokens",
-    "temperature",
-    "num_samples",
-    "pass_at",
-    "pass_threshold",
-    "system_prompt",
-    "environment",
-    "max_turns",
-)
-"""Fields of an evaluation in which the model answers; `verifier` is one more."""
-
-NLL_FIELDS = ("supervise",)
-"""Fields of an evaluation in which it does not."""
+OWN_FIELDS: Mapping[str, Sequence[str]] = {
+    "benchmark": (
+        "max_tokens",
+        "temperature",
+        "num_samples",
+        "pass_at",
+        "pass_threshold",
+        "system_prompt",
+        "environment",
+        "max_turns",
+    ),
+    "nll": ("supervise",),
+    "preference": ("length_normalized",),
+}
+"""Fields that say something to one kind of evaluation only; `verifier` is one more of benchmark."""
 
 
 def best_by(best: Best, evaluations: Sequence[EvaluationSpec]) -> Best:
@@ -234,20 +246,7 @@ def best_by(best: Best, evaluations: Sequence[EvaluationSpec]) -> Best:
 
     Raises ValueError for a test evaluation, and for a metric that does not say.
     """
-    evaluation = next((spec for spec in evaluations if spec.name == best.metric), None)
-    if evaluation is not None and evaluation.role == "test":
-        raise ValueError(
-            f"keep_best.metric {best.metric!r} is a test evaluation, and the best checkpoint is "
-            "chosen on validation: name another one, or give this one role: validation"
-        )
-    metric = best.metric if evaluation is None else evaluation.score_metric
-    mode = best.mode or DIRECTIONS.get(metric)
-    if mode is None:
-        names = ", ".join(spec.name for spec in evaluations if spec.role == "validation")
-        raise ValueError(
-            f"keep_best.metric {best.metric!r} is no evaluation of this experiment (they are: "
-            f"{names or 'none'}); for a column of metrics.jsonl set keep_best.mode to max or min"
-        )
+    mode = direction_of(best.metric, best.mode, evaluations, "keep_best")
     return best.model_copy(update={"mode": mode})
 
 
@@ -271,7 +270,26 @@ def _default_backend(data: dict[str, Any]) -> Any:
     return {"kind": ALGORITHMS[data["algorithm"].kind].default_backend}
 
 
-class Experiment(Section):
+class WithImports(Section):
+    """A document that names modules under `imports`, which bring kinds of its own."""
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _with_imports(cls, value: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Import what the document names before it is read: kinds may come of it."""
+        if not isinstance(value, dict):
+            return handler(value)
+        try:
+            new = import_modules(value.get("imports"))
+        except ValueError as error:
+            problem = PydanticCustomError("value_error", "{what}", {"what": str(error)})
+            raise ValidationError.from_exception_data(
+                cls.__name__, [{"type": problem, "loc": ("imports",), "input": value["imports"]}]
+            ) from error
+        return cls.model_validate(value) if new else handler(value)
+
+
+class Experiment(WithImports):
     """What to train on what, and how. Relative paths are relative to the working directory."""
 
     name: str = Field(
@@ -314,7 +332,7 @@ class Experiment(Section):
     @field_validator("name")
     @classmethod
     def _name(cls, name: str) -> str:
-        return _plain_name(name)
+        return plain_name(name)
 
     @field_validator("checkpoints")
     @classmethod
@@ -333,22 +351,14 @@ class Experiment(Section):
             raise ValueError(f"two evaluations are called {twice[0]!r}: give each its own name")
         return evaluations
 
-    @model_validator(mode="wrap")
+    @field_validator("callbacks")
     @classmethod
-    def _with_imports(
-        cls, value: Any, handler: ModelWrapValidatorHandler[Experiment]
-    ) -> Experiment:
-        """Import what the document names before it is read: kinds may come of it."""
-        if not isinstance(value, dict):
-            return handler(value)
-        try:
-            new = import_modules(value.get("imports"))
-        except ValueError as error:
-            problem = PydanticCustomError("value_error", "{what}", {"what": str(error)})
-            raise ValidationError.from_exception_data(
-                cls.__name__, [{"type": problem, "loc": ("imports",), "input": value["imports"]}]
-            ) from error
-        return cls.model_validate(value) if new else handler(value)
+    def _callbacks_fit(
+        cls, callbacks: list[CallbackSection], info: ValidationInfo
+    ) -> list[CallbackSection]:
+        for section in callbacks if "evaluations" in info.data else []:
+            CALLBACKS[section.kind].check(section.params, info.data["evaluations"])
+        return callbacks
 
     def model_spec(self) -> ModelSpec:
         """What the backend has to know of the model."""
@@ -384,7 +394,8 @@ def load_experiment(path: str | Path, overrides: Iterable[str] = ()) -> Experime
     return parse_experiment(with_overrides(read_document(path), overrides))
 
 
-def _plain_name(name: str) -> str:
+def plain_name(name: str) -> str:
+    """The name, if a folder can have it. Raises ValueError with one that can."""
     if not NAME.fullmatch(name):
         near = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._") or "my-run"
         raise ValueError(
@@ -394,6 +405,14 @@ def _plain_name(name: str) -> str:
     return name
 
 
+_documents: list[type[BaseModel]] = [EvaluationSpec, Experiment]
+
+
+def on_new_kinds(*documents: type[BaseModel]) -> None:
+    """Rebuild these too when a registry has changed, in this order."""
+    _documents.extend(documents)
+
+
 def _rebuild() -> None:
     """Take new kinds into the schema after a registry has changed."""
     for row in ALGORITHMS.rows().values():  # their parameters may name a kind of something else
@@ -401,8 +420,8 @@ def _rebuild() -> None:
     forget_sections()
     for source in DATA_SOURCES.rows().values():
         source.item.model_rebuild(force=True)
-    EvaluationSpec.model_rebuild(force=True)
-    Experiment.model_rebuild(force=True)
+    for document in _documents:
+        document.model_rebuild(force=True)
 
 
 _NAMED = (ALGORITHMS, BACKENDS, DATA_SOURCES, TRANSFORMS, VERIFIERS, ENVIRONMENTS, CALLBACKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import tempfile
 from collections.abc import Mapping
 from itertools import pairwise
@@ -11,12 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from algorithms.base import BaseAlgorithm, RunContext, RunResult
+from algorithms.base import BaseAlgorithm, OwnLoop, RunContext, RunResult
 from algorithms.callbacks import Callback, RunPlan
 from algorithms.data.dataset import Dataset, load_dataset
 from algorithms.evaluators import PreparedEvaluation, prepare
-from algorithms.experiment import Experiment
+from algorithms.experiment import Experiment, WithImports
 from algorithms.kept import LINEAGE, Kept, Lineage, made_by
+from algorithms.local.run import OwnLoopRun
+from algorithms.registry import ALGORITHMS
 from algorithms.run import LiveRun
 from backends.base import Backend, SavedState
 from backends.errors import FlowtuneError, Problem, UserError
@@ -37,7 +40,8 @@ async def open_live_run(
     this process's to write, and another one that still does is shut out. Raises UserError when the
     experiment or its data is not the one that the run was started with.
     """
-    dataset = await asyncio.to_thread(load_dataset, experiment.data)
+    check = ALGORITHMS[experiment.algorithm.kind].check_row
+    dataset = await asyncio.to_thread(load_dataset, experiment.data, "data", check)
     while True:
         manifest = await asyncio.to_thread(_resume_point, store, experiment, dataset)
         backend = await _open_backend(experiment, store, manifest)
@@ -50,11 +54,23 @@ async def open_live_run(
                 algorithm, context, store, manifest, evaluations, callbacks, flow_run_url
             )
             if await asyncio.to_thread(_begin, run):
+                _spare_the_collector()
                 return run
         except BaseException:
             await backend.aclose()
             raise
         await backend.aclose()
+
+
+def _spare_the_collector() -> None:
+    """Leave what is there by now out of garbage collections, once in a process.
+
+    The libraries are a million objects, and to go through them takes a third of a second, now and
+    then, in which the backend waits for its next request.
+    """
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
 
 
 async def reopen_live_run(run: LiveRun) -> LiveRun:
@@ -107,8 +123,10 @@ async def train_alone(algorithm: BaseAlgorithm, context: RunContext) -> RunResul
     await asyncio.to_thread(_begin, run)
     run.tell("on_start", run.plan)
     try:
-        for start, stop in pairwise([0, *run.plan.save_steps]):
+        for start, stop in pairwise([0, *run.segment_ends]):
             await run.run_segment(run, start, stop)
+            if run.ended_early:
+                break
         await run.settle()
     except BaseException as error:
         await run.cancel()
@@ -121,12 +139,14 @@ async def train_alone(algorithm: BaseAlgorithm, context: RunContext) -> RunResul
     return result
 
 
-def check_continues(store: RunStore, experiment: Experiment) -> bool:
+def check_continues(store: RunStore, experiment: WithImports) -> bool:
     """Whether the run is there already; raises UserError if it was another experiment's."""
     before = store.read_experiment()
     if before is None:
         return False
-    if changed := _differences(_as_read_now(before), experiment.model_dump(mode="json")):
+    if changed := _differences(
+        _as_read_now(before, type(experiment)), experiment.model_dump(mode="json")
+    ):
         raise UserError(*(_changed(store.run_id, *difference) for difference in changed))
     return True
 
@@ -149,10 +169,10 @@ def _resume_point(
     return store.latest_checkpoint()
 
 
-def _as_read_now(before: dict[str, Any]) -> dict[str, Any]:
+def _as_read_now(before: dict[str, Any], kind: type[WithImports]) -> dict[str, Any]:
     """An experiment of an earlier version, with the fields that are new since at their defaults."""
     try:
-        return Experiment.model_validate(before).model_dump(mode="json")
+        return kind.model_validate(before).model_dump(mode="json")
     except ValidationError:  # it has something that this version does not know: that is told
         return before
 
@@ -292,10 +312,13 @@ async def _set_up(
         total_steps=algorithm.total_steps,
         save_steps=tuple(algorithm.save_steps()),
         flow_run_url=flow_run_url,
+        experiment=context.config,
+        history=store,
     )
     kept = Kept(store, lineage)
     retention = context.config.checkpoints
-    return LiveRun(context, store, algorithm, evaluations, plan, kept, retention, callbacks)
+    kind = OwnLoopRun if isinstance(algorithm, OwnLoop) else LiveRun
+    return kind(context, store, algorithm, evaluations, plan, kept, retention, callbacks)
 
 
 def _lineage(context: RunContext, algorithm: BaseAlgorithm, first_step: int, saved: Any) -> Lineage:

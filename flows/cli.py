@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from algorithms.experiment import Experiment
     from algorithms.sections import OneOf
+    from algorithms.stages import StagedExperiment
     from flows.prefect_server import PendingServer
     from flows.terminal import Terminal
 
@@ -91,9 +92,11 @@ def run(
             finished = None if dry_run else _finished(experiment, run_id)
         again = [as_typed("flowtune"), "run", str(config)]
         again += [part for text in overrides or [] for part in ("--set", text)]
+        again += ["--run-id", run_id]
         with _mistakes_told(terminal, "" if dry_run else shlex.join(again)):
             if dry_run:
-                _rehearse(experiment, terminal)
+                for stage in _stages(experiment):
+                    _rehearse(stage, terminal)
             elif finished is None:
                 _train(experiment, run_id, terminal, shlex.join(again))
             else:
@@ -103,7 +106,16 @@ def run(
                 _closing(console, finished, {})
 
 
-def _finished(experiment: Experiment, run_id: str) -> dict[str, Any] | None:
+def _stages(experiment: Experiment | StagedExperiment) -> list[Experiment]:
+    """What is trained, one after the other; the weights that a later stage starts from left out."""
+    from algorithms.experiment import Experiment
+
+    if isinstance(experiment, Experiment):
+        return [experiment]
+    return [experiment.experiment(index, None) for index in range(len(experiment.stages))]
+
+
+def _finished(experiment: Experiment | StagedExperiment, run_id: str) -> dict[str, Any] | None:
     """The result of a run that is complete: there is nothing to start for it.
 
     Raises UserError if the run was started with another experiment.
@@ -117,7 +129,9 @@ def _finished(experiment: Experiment, run_id: str) -> dict[str, Any] | None:
     return result if result is not None and result["status"] == "completed" else None
 
 
-def _train(experiment: Experiment, run_id: str, terminal: Terminal, again: str) -> None:
+def _train(
+    experiment: Experiment | StagedExperiment, run_id: str, terminal: Terminal, again: str
+) -> None:
     from flows.prefect_server import begin_server, prefect_home
     from flows.terminal import new_log_file, quiet_logging
 
@@ -139,25 +153,32 @@ def _train(experiment: Experiment, run_id: str, terminal: Terminal, again: str) 
 
 
 async def _flow(
-    experiment: Experiment, run_id: str, terminal: Terminal, pending: PendingServer
+    experiment: Experiment | StagedExperiment,
+    run_id: str,
+    terminal: Terminal,
+    pending: PendingServer,
 ) -> dict[str, Any] | State[Any]:
     """Run the train flow; the engine and a new server start in their processes as this imports."""
     from backends.embedded import started_early
 
-    async with started_early(experiment.backend.params, experiment.model_spec()):
-        await asyncio.to_thread(import_module, "flows.train")
+    first = _stages(experiment)[0]
+    module, name = ("flows.train", "train")
+    if first is not experiment:
+        module, name = ("flows.stages", "train_stages")
+    async with started_early(first.backend.params, first.model_spec()):
+        flow: Any = getattr(await asyncio.to_thread(import_module, module), name)
         await asyncio.to_thread(pending.wait)
         from prefect import tags
         from prefect.exceptions import CancelledRun, TerminationSignal
 
-        from flows.train import train
         from tasks.session import watch
 
         terminal.phase("opening the run")
-        named = train.with_options(flow_run_name=run_id)
+        named = flow.with_options(flow_run_name=run_id)
         with watch(terminal), tags(*experiment.tags):
             try:
-                return await named(experiment, run_id=run_id)
+                result: dict[str, Any] | State[Any] = await named(experiment, run_id=run_id)
+                return result
             except (CancelledRun, TerminationSignal):  # TerminationSignal: before the flow began
                 raise KeyboardInterrupt from None
 
@@ -168,7 +189,8 @@ def _closing(console: Console, result: dict[str, Any], links: dict[str, str]) ->
     artifacts = result.get("artifacts", {})
     names = ("adapter", "sampler", "state", "report")
     shown = {name: _near(artifacts[name]) for name in names if name in artifacts}
-    print_result(console, result, shown | links)
+    early = {"ended early": result.get("ended_early") or ""}
+    print_result(console, result, early | shown | links)
 
 
 def _near(place: str) -> str:
@@ -219,7 +241,7 @@ def _tell_how_to_continue(console: Console, terminal: Terminal, again: str) -> N
         else "no checkpoint yet"
     )
     console.print(
-        f"    {kept}; to go on: {_plain(again)} --run-id {terminal.plan.run_id}",
+        f"    {kept}; to go on: {_plain(again)}",
         soft_wrap=True,
         highlight=False,
     )
@@ -402,10 +424,13 @@ def runs(
 # --- shared
 
 
-def _checked(config: Path, overrides: list[str]) -> Experiment:
+def _checked(config: Path, overrides: list[str]) -> Experiment | StagedExperiment:
     from algorithms.check import check_experiment
+    from algorithms.stages import check_stages, has_stages
 
-    experiment, problems = check_experiment(config, overrides)
+    check: Any = check_stages if has_stages(config, overrides) else check_experiment
+    experiment: Experiment | StagedExperiment | None
+    experiment, problems = check(config, overrides)
     if experiment is None or problems:
         raise UserError(*problems)
     return experiment

@@ -53,4 +53,6 @@ async def train_all(run: RunHandle) -> None:
             await train_operations(run.run_id, start, stop)
         else:
             await train_segment(run.run_id, start, stop)
+        if session.live(run.run_id).ended_early:
+            break
     await settle(run.run_id)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -155,7 +156,7 @@ class Dataset:
 
     def without_bad(self, check: RowCheck) -> Dataset:
         """The same without rows that `check` is against. Raises UserError if they are too many."""
-        good: list[int] = []
+        good = array("q")
         problems: list[Problem] = []
         for number, (row, place) in enumerate(zip(self.rows, self.places, strict=True)):
             if problem := check(row, place):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -36,3 +38,51 @@ def batch_rows(n_rows: int, batch_size: int, seed: int, step: int) -> list[int]:
     order = epoch_order(n_rows, seed, epoch)
     picked: list[int] = order[index * batch_size : (index + 1) * batch_size].tolist()
     return picked
+
+
+class PackedOrder:
+    """The same order of rows, in steps of at most so many tokens instead of so many rows.
+
+    A step takes rows until the next one would be too much, so epochs may differ in their steps.
+    No row may be longer than `most_tokens`.
+    """
+
+    def __init__(self, lengths: Sequence[int], most_tokens: int, seed: int) -> None:
+        self._lengths = lengths
+        self._most_tokens = most_tokens
+        self._seed = seed
+        self._epochs: list[list[int]] = []
+        """Of each epoch, where in its order each step begins."""
+        self._first_steps = [0]
+
+    def steps(self, epochs: int) -> int:
+        """The steps of so many epochs."""
+        while len(self._epochs) < epochs:
+            starts = self._starts(len(self._epochs))
+            self._epochs.append(starts)
+            self._first_steps.append(self._first_steps[-1] + len(starts))
+        return self._first_steps[epochs]
+
+    def cursor(self, step: int) -> tuple[int, int]:
+        """The epoch of a step, and which step of it that is (all from 0)."""
+        while self._first_steps[-1] <= step:
+            self.steps(len(self._epochs) + 1)
+        epoch = bisect_right(self._first_steps, step) - 1
+        return epoch, step - self._first_steps[epoch]
+
+    def rows(self, step: int) -> list[int]:
+        """The rows of a step."""
+        epoch, index = self.cursor(step)
+        start, *stop = self._epochs[epoch][index : index + 2]
+        order = epoch_order(len(self._lengths), self._seed, epoch)
+        picked: list[int] = order[start : stop[0] if stop else None].tolist()
+        return picked
+
+    def _starts(self, epoch: int) -> list[int]:
+        starts, tokens = [0], 0
+        for place, row in enumerate(epoch_order(len(self._lengths), self._seed, epoch).tolist()):
+            tokens += self._lengths[row]
+            if tokens > self._most_tokens:
+                starts.append(place)
+                tokens = self._lengths[row]
+        return starts

@@ -9,6 +9,9 @@ Spans are found by rendering prefixes, and every prefix is checked: the messages
 with the generation prompt, and the messages up to the turn, must be prefixes of the whole, as text
 and as tokens. Where they are not, the model would train on something else than it is asked for.
 
+A row's `weight` and that of its turns (see `shapes`) multiply the loss of their tokens; a turn of
+weight 0 is context only. Rows of `input_ids` are taken as they are.
+
 Shapes: N tokens of input; a row holds N + 1 tokens.
 """
 
@@ -31,7 +34,10 @@ from algorithms.data.shapes import (
     Row,
     last_assistant,
     read_example,
-    row_problem,
+    read_tokens,
+    row_weight,
+    supervised_problem,
+    turn_weight,
 )
 from algorithms.data.spool import Lazy
 from backends.base import Tokenizer
@@ -48,6 +54,7 @@ __all__ = [
     "chat_text",
     "generation_prompt",
     "generation_text",
+    "longest_scored",
     "model_limit",
     "plain_prompt",
     "render_colored",
@@ -70,11 +77,16 @@ _PROBE: list[Message] = [
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rendered:
-    """One row: `tokens` [N + 1], `mask` [N + 1] (true where supervised), and the row's place."""
+    """One row: `tokens` [N + 1], how much the loss of each counts, `weights` [N + 1], its place."""
 
     tokens: npt.NDArray[np.int64]
-    mask: npt.NDArray[np.bool_]
+    weights: npt.NDArray[np.float32]
     place: str
+
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]:
+        """Which tokens are supervised [N + 1]."""
+        return self.weights > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +98,10 @@ class Rendering:
     """
 
     rows: Sequence[Rendered]
+    numbers: Sequence[int]
+    """Which row of the dataset each is (from 0)."""
+    lengths: Sequence[int]
+    """The N of each."""
     cut: int
     dropped: int
     skipped: int
@@ -109,7 +125,7 @@ def render_rows(
     writer = _Writer(tokenizer, supervise)
     limit = max_seq_len or model_limit(tokenizer)
     rows: list[Rendered] = []
-    numbers = array("q")
+    numbers, lengths = array("q"), array("q")
     problems: list[Problem] = []
     cut = dropped = total = supervised = 0
     for number, done in enumerate(_rendered(dataset, writer)):
@@ -125,22 +141,15 @@ def render_rows(
         cut += row is not done
         total += len(row.tokens)
         supervised += int(row.mask[1:].sum())
-        if dataset.on_disk:
-            numbers.append(number)
-        else:
+        numbers.append(number)
+        lengths.append(len(row.tokens) - 1)
+        if not dataset.on_disk:
             rows.append(row)
     bad_rows = dataset.bad_rows.skip(problems)
     if not total:
-        raise UserError(
-            Problem(
-                "algorithm.params.max_seq_len",
-                f"no supervised token of {dataset.source} lies in the first {limit} tokens of its "
-                "row",
-                "raise max_seq_len or shorten the prompts",
-            )
-        )
+        raise UserError(_nothing_left(dataset, limit))
     kept = _on_demand(dataset, writer, limit, numbers) if dataset.on_disk else rows
-    return Rendering(kept, cut, dropped, bad_rows.skipped, total, supervised)
+    return Rendering(kept, numbers, lengths, cut, dropped, bad_rows.skipped, total, supervised)
 
 
 def _rendered(dataset: Dataset, writer: _Writer) -> Iterable[Rendered | Problem]:
@@ -152,11 +161,11 @@ def _rendered(dataset: Dataset, writer: _Writer) -> Iterable[Rendered | Problem]
 
 def _fit(row: Rendered, limit: int | None) -> Rendered | None:
     """The row, cut if it is too long; None if nothing supervised would remain."""
+    if not row.weights[1:limit].any():
+        return None
     if limit is None or len(row.tokens) <= limit:
         return row
-    if not row.mask[1:limit].any():
-        return None
-    return Rendered(row.tokens[:limit], row.mask[:limit], row.place)
+    return Rendered(row.tokens[:limit], row.weights[:limit], row.place)
 
 
 def _on_demand(
@@ -183,7 +192,7 @@ def to_datum(row: Rendered) -> tinker.Datum:
         model_input=tinker.ModelInput.from_ints(row.tokens[:-1].tolist()),
         loss_fn_inputs={
             "target_tokens": tinker.TensorData.from_numpy(row.tokens[1:]),
-            "weights": tinker.TensorData.from_numpy(row.mask[1:].astype(np.float32)),
+            "weights": tinker.TensorData.from_numpy(row.weights[1:]),
         },
     )
 
@@ -270,6 +279,7 @@ class _Turn:
     index: int
     before: str
     until: str
+    weight: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +289,7 @@ class _Script:
     whole: str
     turns: list[_Turn]
     place: str
+    weight: float
 
 
 class _Writer:
@@ -294,35 +305,34 @@ class _Writer:
         done: list[Rendered | Problem | _Script | None] = [None] * len(rows)
         chats: list[tuple[int, Conversation]] = []
         for index, (row, place) in enumerate(zip(rows, places, strict=True)):
-            problem = row_problem(row, place)
-            example = None if problem else read_example(row)
-            if isinstance(example, Conversation):
-                chats.append((index, example))
-            elif isinstance(example, PlainText):
-                done[index] = self._plain(example, place)
-            else:
+            if problem := supervised_problem(row, place):
                 done[index] = problem
-        scripts = self._scripts([chat for _, chat in chats], [places[i] for i, _ in chats])
-        for (index, _), script in zip(chats, scripts, strict=True):
+            elif "input_ids" in row:
+                done[index] = Rendered(*read_tokens(row), place)
+            elif isinstance(example := read_example(row), Conversation):
+                chats.append((index, example))
+            else:
+                done[index] = self._plain(example, row_weight(row), place)
+        found = [(rows[index], chat, places[index]) for index, chat in chats]
+        for (index, _), script in zip(chats, self._scripts(found), strict=True):
             done[index] = script
         return self._tokenise(done)
 
     # chat rows
 
-    def _scripts(self, chats: list[Conversation], places: list[str]) -> list[_Script | Problem]:
+    def _scripts(self, chats: list[tuple[Row, Conversation, str]]) -> list[_Script | Problem]:
         if chats and not self.tokenizer.chat_template:
-            return [_no_template(place) for place in places]
+            return [_no_template(place) for _, _, place in chats]
         try:
-            return self._write(chats, places)
+            return self._write(chats)
         except Exception as error:  # noqa: BLE001  (templates raise anything; reported by row)
             if len(chats) == 1:
-                return [_refused(error, places[0])]
-            pairs = zip(chats, places, strict=True)
-            return [self._scripts([chat], [place])[0] for chat, place in pairs]
+                return [_refused(error, chats[0][2])]
+            return [self._scripts([chat])[0] for chat in chats]
 
-    def _write(self, chats: list[Conversation], places: list[str]) -> list[_Script | Problem]:
+    def _write(self, chats: list[tuple[Row, Conversation, str]]) -> list[_Script | Problem]:
         wanted: list[tuple[list[Message], list[Any] | None, bool]] = []
-        for chat in chats:
+        for _, chat, _ in chats:
             wanted.append((chat.messages, chat.tools, False))
             for turn in self._supervised(chat):
                 wanted.append((chat.messages[:turn], chat.tools, True))
@@ -330,23 +340,28 @@ class _Writer:
                     wanted.append((chat.messages[: turn + 1], chat.tools, False))
         texts = iter(_template_all(self.tokenizer, wanted))
         scripts: list[_Script | Problem] = []
-        for chat, place in zip(chats, places, strict=True):
+        for row, chat, place in chats:
             whole = next(texts)
             turns = [
-                _Turn(turn, next(texts), next(texts) if turn + 1 < len(chat.messages) else whole)
+                _Turn(
+                    turn,
+                    next(texts),
+                    next(texts) if turn + 1 < len(chat.messages) else whole,
+                    turn_weight(chat.messages[turn]),
+                )
                 for turn in self._supervised(chat)
             ]
             problem = next((p for turn in turns if (p := _unstable(turn, whole, place))), None)
-            scripts.append(problem or _Script(whole, turns, place))
+            scripts.append(problem or _Script(whole, turns, place, row_weight(row)))
         return scripts
 
     def _supervised(self, chat: Conversation) -> list[int]:
-        if self.supervise == "last_assistant":
-            return [last_assistant(chat.messages)]
+        last = last_assistant(chat.messages)
+        first = last if self.supervise == "last_assistant" else chat.first_supervised
         return [
             index
             for index, turn in enumerate(chat.messages)
-            if turn["role"] == "assistant" and index >= chat.first_supervised
+            if turn["role"] == "assistant" and index >= first and turn_weight(turn) > 0
         ]
 
     def _tokenise(
@@ -358,24 +373,24 @@ class _Writer:
         tokens = dict(zip(ordered, _token_lists(self.tokenizer, ordered), strict=True))
         for item in done:
             if isinstance(item, _Script):
-                yield self._mask(item, tokens)
+                yield self._weigh(item, tokens)
             elif item is not None:
                 yield item
 
-    def _mask(self, script: _Script, tokens: dict[str, list[int]]) -> Rendered | Problem:
+    def _weigh(self, script: _Script, tokens: dict[str, list[int]]) -> Rendered | Problem:
         whole = tokens[script.whole]
-        mask = np.zeros(len(whole), dtype=np.bool_)
+        weights = np.zeros(len(whole), np.float32)
         for turn in script.turns:
             before, until = tokens[turn.before], tokens[turn.until]
             if whole[: len(before)] != before or whole[: len(until)] != until:
                 return _merged(turn, script.place)
             end = _end_of_turn(whole, len(before), len(until), self.special, self.tokenizer)
-            mask[len(before) : end] = True
-        return Rendered(np.asarray(whole, dtype=np.int64), mask, script.place)
+            weights[len(before) : end] = script.weight * turn.weight
+        return Rendered(np.asarray(whole, dtype=np.int64), weights, script.place)
 
     # prompt and completion as text
 
-    def _plain(self, example: PlainText, place: str) -> Rendered | Problem:
+    def _plain(self, example: PlainText, weight: float, place: str) -> Rendered | Problem:
         eos = self.tokenizer.eos_token_id
         if eos is None:
             return Problem(
@@ -391,9 +406,9 @@ class _Writer:
             completion = _token_lists(self.tokenizer, [example.completion])[0]
         if not completion or completion[-1] != eos:
             completion = [*completion, int(eos)]
-        mask = np.zeros(len(prompt) + len(completion), dtype=np.bool_)
-        mask[len(prompt) :] = True
-        return Rendered(np.asarray([*prompt, *completion], dtype=np.int64), mask, place)
+        weights = np.zeros(len(prompt) + len(completion), np.float32)
+        weights[len(prompt) :] = weight
+        return Rendered(np.asarray([*prompt, *completion], dtype=np.int64), weights, place)
 
 
 def _texts(script: _Script) -> Iterable[str]:
@@ -465,12 +480,31 @@ def model_limit(tokenizer: Tokenizer) -> int | None:
     return None if limit == NO_LIMIT else limit
 
 
+def longest_scored(tokenizer: Tokenizer, max_seq_len: int | None = None) -> int | None:
+    """The most tokens of a text that is to be scored: a sampler needs room for one more."""
+    limit = model_limit(tokenizer)
+    if limit is None:
+        return max_seq_len
+    return min(limit - 1, max_seq_len or limit)
+
+
 # --- what can be wrong --------------------------------------------------------------------------
 
 _REMEDY = (
     "use supervise: last_assistant, make one row of each assistant turn, or give the model's "
     "folder a chat template that writes earlier turns as it writes the last one"
 )
+
+
+def _nothing_left(dataset: Dataset, limit: int | None) -> Problem:
+    if limit is None:
+        what = f"every weight in {dataset.source} is 0, so there is nothing to learn"
+        return Problem("data", what, "give some rows and turns a weight above 0")
+    return Problem(
+        "algorithm.params.max_seq_len",
+        f"no supervised token of {dataset.source} lies in the first {limit} tokens of its row",
+        "raise max_seq_len or shorten the prompts",
+    )
 
 
 def _unstable(turn: _Turn, whole: str, place: str) -> Problem | None:

@@ -3,18 +3,26 @@
     {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
     {"prompt": "1+1=", "completion": "2"}                  (strings, or two lists of messages)
     {"prompt": "1+1=", "chosen": "2", "rejected": "3"}     (strings, or three lists of messages)
+    {"input_ids": [5, 6, 7], "weights": [0, 0.5, 1]}       (tokens as they are; for sft)
 
-A chat row may hold `tools`, which are handed to the chat template. Further columns are kept.
+A chat row may hold `tools`, which are handed to the chat template. Rows to be learned from may say
+how much they count: `weight` of a row (1 if left out) times `weight` of an assistant turn (1), for
+which `train: false` stands for 0. Further columns are kept.
 """
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backends.errors import Problem
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 Row = dict[str, Any]
 Message = dict[str, Any]
@@ -65,6 +73,29 @@ def read_example(row: Row) -> Conversation | PlainText:
     if isinstance(prompt, str):
         return PlainText(prompt, completion)
     return Conversation([*prompt, *completion], len(prompt), tools)
+
+
+def read_tokens(row: Row) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """The tokens and weights, both [N + 1], of a row of `input_ids` that nothing is wrong with.
+
+    Without `weights` every token counts; the first is never predicted.
+    """
+    import numpy as np
+
+    tokens = np.asarray(row["input_ids"], np.int64)
+    given = row.get("weights")
+    weights = np.ones(len(tokens)) if given is None else np.asarray(given)
+    return tokens, (row_weight(row) * weights).astype(np.float32)
+
+
+def row_weight(row: Row) -> float:
+    """How much a row counts that nothing is wrong with."""
+    return float(row.get("weight", 1.0))
+
+
+def turn_weight(turn: Message) -> float:
+    """How much an assistant turn counts that nothing is wrong with."""
+    return float(turn.get("weight", 1.0)) if turn.get("train", True) else 0.0
 
 
 def expected_answer(row: Row) -> str:
@@ -131,6 +162,23 @@ def row_problem(row: Row, place: str) -> Problem | None:
     if missing:
         return Problem(place, f"{missing[0]} is missing", "give both prompt and completion")
     return _pair_problem(row["prompt"], row["completion"], place)
+
+
+def supervised_problem(row: Row, place: str) -> Problem | None:
+    """What is wrong with a row to be learned from token by token: shape and weights.
+
+    None if nothing.
+    """
+    if problem := _tokens_problem(row, place) if "input_ids" in row else row_problem(row, place):
+        return problem
+    if problem := _weight_problem(row, "", place):
+        return problem
+    for name in ("messages", "prompt", "completion"):
+        turns = row.get(name)
+        for index, turn in enumerate(turns if isinstance(turns, list) else []):
+            if problem := _weight_problem(turn, f"{name}[{index}].", place):
+                return problem
+    return None
 
 
 def prompt_problem(row: Row, place: str) -> Problem | None:
@@ -265,6 +313,40 @@ def _messages_problem(messages: Any, name: str, place: str) -> Problem | None:
             )
             return Problem(place, what, "content is a string")
     return None
+
+
+def _tokens_problem(row: Row, place: str) -> Problem | None:
+    ids, weights = row["input_ids"], row.get("weights")
+    if not isinstance(ids, list) or len(ids) < 2 or not all(map(_is_token, ids)):
+        what = f"input_ids is {_short(ids)}"
+        return Problem(place, what, "give two token numbers or more, from 0 on")
+    if weights is None:
+        return None
+    if not isinstance(weights, list) or not all(map(_is_weight, weights)):
+        return Problem(place, f"weights is {_short(weights)}", "give numbers from 0 on")
+    if len(weights) != len(ids):
+        what = f"has {len(ids)} input_ids and {len(weights)} weights"
+        return Problem(place, what, "give each token its weight")
+    return None
+
+
+def _weight_problem(item: dict[str, Any], where: str, place: str) -> Problem | None:
+    """What is wrong with the `weight` of a row, or with that and `train` of a turn."""
+    if "weight" in item and not _is_weight(item["weight"]):
+        what = f"{where}weight is {_short(item['weight'])}"
+        return Problem(place, what, "give a number from 0 on; 1 is what others count")
+    if where and not isinstance(item.get("train", True), bool):
+        return Problem(place, f"{where}train is {_short(item['train'])}", "give true or false")
+    return None
+
+
+def _is_token(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_weight(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value) and value >= 0
 
 
 def _turns_problem(messages: list[Message], first_supervised: int, place: str) -> Problem | None:

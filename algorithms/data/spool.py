@@ -6,14 +6,16 @@ where Python's `tempfile` puts it (TMPDIR), and is as large as the rows written 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar, overload
 
 from algorithms.data.shapes import Row
+from backends.errors import Problem, UserError
 
 T = TypeVar("T")
 
@@ -28,6 +30,9 @@ class Lazy(Sequence[T]):
     def __len__(self) -> int:
         return self._length
 
+    def __iter__(self) -> Iterator[T]:
+        return (self._item(number) for number in range(self._length))
+
     @overload
     def __getitem__(self, index: int) -> T: ...
     @overload
@@ -39,15 +44,21 @@ class Lazy(Sequence[T]):
 
 
 class Spool:
-    """Rows and their places, written once and read from anywhere, by any thread."""
+    """Rows and their places, written once and read from anywhere, by any thread.
+
+    Raises UserError if the disk has no room for them.
+    """
 
     def __init__(self, records: Iterable[tuple[Row, str]]) -> None:
         self._file = tempfile.TemporaryFile(prefix="flowtune-rows-")  # noqa: SIM115
         self._starts = array("q", [0])
         for row, place in records:
-            written = self._file.write(f"{place}\n{json.dumps(row)}".encode())
-            self._starts.append(self._starts[-1] + written)
-        self._file.flush()
+            record = f"{place}\n{json.dumps(row)}".encode()
+            with _room_told():
+                self._file.write(record)
+            self._starts.append(self._starts[-1] + len(record))
+        with _room_told():
+            self._file.flush()
 
     @property
     def rows(self) -> Sequence[Row]:
@@ -69,3 +80,13 @@ class Spool:
     def _read(self, index: int) -> bytes:
         start, stop = self._starts[index], self._starts[index + 1]
         return os.pread(self._file.fileno(), stop - start, start)
+
+
+@contextlib.contextmanager
+def _room_told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        what = f"the rows do not go into a temporary file there ({error})"
+        remedy = "set TMPDIR to a folder with room for them"
+        raise UserError(Problem(tempfile.gettempdir(), what, remedy)) from error

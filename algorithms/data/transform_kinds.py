@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import string
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -218,8 +219,7 @@ class Shuffle(OrderTransform):
 
     def order(self, n_rows: int) -> Sequence[int]:
         """The order of a run's first epoch under this seed."""
-        order: list[int] = epoch_order(n_rows, self.cfg.seed, 0).tolist()
-        return order
+        return array("q", epoch_order(n_rows, self.cfg.seed, 0).tobytes())
 
 
 class LimitConfig(TransformConfig):
