@@ -103,6 +103,14 @@ class StagedExperiment(WithImports):
             )
         return self
 
+    @classmethod
+    def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> StagedExperiment:
+        """That of a YAML file, with `a.b=value` overrides put in. Raises UserError."""
+        try:
+            return cls.model_validate(with_overrides(read_document(path), overrides))
+        except ValidationError as error:
+            raise UserError(*explain(error, cls)) from None
+
     def run_id(self, run_id: str, index: int) -> str:
         """The run of a stage (from 0)."""
         return f"{run_id}-{index + 1}-{self.stages[index].name}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from algorithms.experiment import load_experiment
+from algorithms.stages import StagedExperiment, has_stages
 from flows.cli import app
 
 ROOT = Path(__file__).parents[1]
@@ -52,7 +53,8 @@ def test_each_flowtune_command_is_understood(
     assert line[1] in names
     if line[1] == "run":
         overrides = [line[i + 1] for i, word in enumerate(line) if word == "--set"]
-        load_experiment(Path(line[2]), overrides)
+        read = StagedExperiment.load if has_stages(line[2]) else load_experiment
+        assert read(Path(line[2]), overrides).name
 
 
 def test_there_are_commands_to_test() -> None:
