@@ -118,6 +118,16 @@ def forget_peak_memory(pid: int) -> None:
     Path(f"/proc/{pid}/clear_refs").write_text("5")
 
 
+def thread_seconds(pid: int) -> tuple[dict[int, float], dict[int, float]]:
+    """What each thread of a process has computed, and waited for a core, in seconds. Linux only."""
+    computed, waited = {}, {}
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            ran, queued, _ = (thread / "schedstat").read_text().split()
+            computed[int(thread.name)], waited[int(thread.name)] = int(ran) / 1e9, int(queued) / 1e9
+    return computed, waited
+
+
 def matmul_flops(size: int = 8192, repeats: int = 20) -> float:
     """The card's bfloat16 rate in large matrix products, FLOP/s: the best that it can be had at."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))

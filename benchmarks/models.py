@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
@@ -42,15 +44,46 @@ _OF_THAT_SIZE: Final[dict[str, Any]] = {
 }
 
 
+SHIPPED: Final = Path("examples/models/tiny-qwen3")
+TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+END_OF_TURN: Final = 1
+"""Of the shipped tokenizer."""
+NEVER: Final = -100.0
+"""A logit."""
+
+
 def make(folder: Path, **shapes: Any) -> str:
     """Write a Qwen3 of these shapes (else the tiny ones) to the folder, without a tokenizer."""
+    _random(**shapes).save_pretrained(folder)
+    return str(folder)
+
+
+def make_talker(folder: Path, end: float) -> str:
+    """Write a tiny one to the folder, with the shipped tokenizer, that talks at random.
+
+    Its turn ends with each token with the probability `end`: one coordinate is the same whatever it
+    reads, and there the end of a turn has a weight and no other token has.
+    """
+    model = _random()
+    logit = math.log(end / (1 - end) * model.config.vocab_size) if end else NEVER
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:, 0] = 10.0
+        head = model.get_output_embeddings().weight
+        head[:, 0] = 0.0
+        head[END_OF_TURN] = 0.0
+        head[END_OF_TURN, 0] = logit / math.sqrt(head.shape[1])  # the final norm makes 1 of a mean
+    model.save_pretrained(folder)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(SHIPPED / name, folder / name)
+    return str(folder)
+
+
+def _random(**shapes: Any) -> Any:
     torch.manual_seed(0)
     config = Qwen3Config(**TINY | shapes, pad_token_id=0, eos_token_id=1)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.save_pretrained(folder)
-    return str(folder)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
 
 
 def make_sized(folder: Path, size: str) -> str:

@@ -2,11 +2,12 @@
 
 Right-padded batches with a mask for training, left-padded ones for `generate`; no mask where no row
 is padded, since that is faster; no logprobs of what is generated, which the engine always gives.
+On-policy these are not needed: the first step's ratios are 1, and the gradient is REINFORCE's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -76,6 +77,64 @@ class RawModel:
         As `generate` has it: a row that is done is padded until all are.
         """
         longest = max(prompt.size for prompt in prompts)
+        stop = _Lengths(longest, np.repeat(lengths, samples), self._device)
+        # `generate` pads rows that are done only where it knows of a token that ends them.
+        self._sampled(prompts, samples, max(lengths), self.vocabulary, [stop])
+        return sum(lengths) * samples
+
+    def reinforce(
+        self,
+        prompts: Sequence[Tokens],
+        samples: int,
+        most: int,
+        end: int,
+        reward: Callable[[Tokens], float],
+    ) -> int:
+        """One step of reinforcement learning from groups of samples; the tokens that were sampled.
+
+        Samples end with the token `end`, or are `most` tokens long; prompts are all of one size. A
+        sample's advantage is its reward less the mean of its group [G]; one that has none is left
+        out. `reward` is given a sample's tokens.
+        """
+        ids = self._sampled(prompts, samples, most, end, [])
+        answers = ids[:, prompts[0].size :]
+        ends = answers == end
+        mask = ends.cumsum(1) - ends.long() == 0  # up to the first end, and that
+        sizes = mask.sum(1)
+        rewards = torch.tensor(
+            [reward(row[:size]) for row, size in zip(answers.cpu().numpy(), sizes, strict=True)]
+        )
+        rewards_G = rewards.view(len(prompts), samples)
+        advantages = (rewards_G - rewards_G.mean(dim=1, keepdim=True)).flatten().to(self._device)
+        trained = advantages != 0
+        self._policy_gradient(ids[trained], mask[trained], advantages[trained])
+        return int(sizes.sum())
+
+    def _policy_gradient(self, ids: Tensor, mask: Tensor, advantages: Tensor) -> None:
+        """A step on sequences [B, P + T], of which `mask` [B, T] says what was sampled.
+
+        They are padded on the right and attention is causal: it needs no mask.
+        """
+        self._model.train()
+        length = mask.shape[1]
+        logits = self._model(input_ids=ids[:, :-1], logits_to_keep=length).logits
+        losses = functional.cross_entropy(
+            logits.flatten(0, 1).float(), ids[:, -length:].flatten(), reduction="none"
+        )
+        (losses.view(-1, length) * mask * advantages[:, None]).sum().backward()
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+    def _sampled(
+        self,
+        prompts: Sequence[Tokens],
+        samples: int,
+        most: int,
+        end: int,
+        stopping: list[StoppingCriteria],
+    ) -> Tensor:
+        """Prompts, padded on the left, and what follows them, [prompts * samples, longest]."""
+        longest = max(prompt.size for prompt in prompts)
         ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for row, prompt in enumerate(prompts):
@@ -85,20 +144,18 @@ class RawModel:
         config = GenerationConfig(
             do_sample=True,
             top_k=0,
-            max_new_tokens=max(lengths),
+            max_new_tokens=most,
             num_return_sequences=samples,
             pad_token_id=0,
-            # `generate` pads rows that are done only where it knows of a token that ends them.
-            eos_token_id=self.vocabulary,
+            eos_token_id=end,
         )
-        stop = _Lengths(longest, np.repeat(lengths, samples), self._device)
-        self._model.generate(
+        sampled: Tensor = self._model.generate(
             input_ids=ids.to(self._device),
             attention_mask=mask.to(self._device),
             generation_config=config,
-            stopping_criteria=[stop],
+            stopping_criteria=stopping,
         )
-        return sum(lengths) * samples
+        return sampled
 
     def _padded(self, rows: Sequence[Tokens]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Ids [B, T], targets [B * T], and the mask [B, T] if there is padding."""

@@ -7,17 +7,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from algorithms.experiment import EvaluationSpec
 
 Direction = Literal["max", "min"]
 
 DIRECTIONS: Mapping[str, Direction] = {
     "reward/mean": "max",
+    "accuracy": "max",
     "nll": "min",
     "train_mean_nll": "min",
     "loss": "min",
 }
 """Whether more or less of a metric is better, for those that say."""
+
+
+def direction_of(
+    metric: str, mode: Direction | None, evaluations: Sequence[EvaluationSpec], where: str
+) -> Direction:
+    """Whether more or less is better: `mode`, or what the evaluation of that name or column says.
+
+    Raises ValueError for a test evaluation, and for a metric that does not say; `where` is the
+    section whose `metric` and `mode` these are.
+    """
+    evaluation = next((spec for spec in evaluations if spec.name == metric), None)
+    if evaluation is not None and evaluation.role == "test":
+        raise ValueError(
+            f"{where}.metric {metric!r} is a test evaluation, and everything is chosen on "
+            "validation: name another one, or give this one role: validation"
+        )
+    direction = mode or DIRECTIONS.get(metric if evaluation is None else evaluation.score_metric)
+    if direction is None:
+        names = ", ".join(spec.name for spec in evaluations if spec.role == "validation")
+        raise ValueError(
+            f"{where}.metric {metric!r} is no evaluation of this experiment (they are: "
+            f"{names or 'none'}); for a column of metrics.jsonl set {where}.mode to max or min"
+        )
+    return direction
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

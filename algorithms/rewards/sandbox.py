@@ -22,7 +22,8 @@ from typing import Any, Literal
 JAIL = Path(__file__).with_name("jail.py")
 GRACE_SECONDS = 30.0
 """How long the jail may take to be set up and to report, beyond the program's time."""
-DRAIN_SECONDS = 1.0
+END_SECONDS = 10.0
+"""How long a jail that was killed may take to be gone."""
 JAIL_PROCESSES = 2
 OPEN_FILES = 64
 ENVIRONMENT = {
@@ -205,12 +206,11 @@ async def _end(process: asyncio.subprocess.Process) -> None:
     with contextlib.suppress(ProcessLookupError):
         if process.returncode is None:
             os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
     assert process.stdout is not None
     assert process.stderr is not None
-    with contextlib.suppress(TimeoutError):  # unread output would keep the pipes open
-        async with asyncio.timeout(DRAIN_SECONDS):
-            await asyncio.gather(_drain(process.stdout), _drain(process.stderr))
+    with contextlib.suppress(TimeoutError):  # what left its process group may hold a pipe open
+        async with asyncio.timeout(END_SECONDS):  # `wait` needs the pipes read to their ends
+            await asyncio.gather(process.wait(), _drain(process.stdout), _drain(process.stderr))
 
 
 async def _drain(stream: asyncio.StreamReader) -> None:

@@ -14,6 +14,8 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
@@ -152,13 +154,39 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
     """
     done: Future[Any] = Future()
     done.set_running_or_notify_cancel()  # from here on, giving up leaves it as it is
+    try:
+        worker = _idle.pop()
+    except IndexError:
+        worker = _Worker()
 
     def work() -> None:
         try:
-            done.set_result(call())
+            result = call()
         except BaseException as error:  # noqa: BLE001  (raised where the result is awaited)
+            _idle.append(worker)
             done.set_exception(error)
+        else:
+            _idle.append(worker)
+            done.set_result(result)
 
-    context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(work,), name="verifier", daemon=True).start()
+    worker.calls.put(partial(contextvars.copy_context().run, work))
     return await asyncio.wrap_future(done)
+
+
+class _Worker:
+    """A daemon thread for one call after another, for as long as each of them comes back.
+
+    To start a thread for each call would make the event loop wait for every one of them.
+    """
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        threading.Thread(target=self._serve, name="verifier", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self.calls.get()()
+
+
+_idle: list[_Worker] = []
+"""Those that wait for a call: no more than were ever busy at the same time."""

@@ -123,6 +123,21 @@ async def test_the_loop_goes_on_while_a_function_works() -> None:
     assert await scored == 1.0
 
 
+def whose_thread(row: dict[str, Any], completion: str) -> int:
+    return threading.get_ident()
+
+
+async def test_threads_are_used_again_but_not_one_that_has_not_come_back() -> None:
+    first = await judged_by("whose_thread")
+    assert await judged_by("whose_thread") == first
+    GATE.clear()
+    with pytest.raises(UserError, match=r"took longer than 0\.05 seconds"):
+        await judged_by("stuck", timeout_seconds=0.05)
+    other = await judged_by("whose_thread")
+    assert other != first
+    GATE.set()
+
+
 @pytest.mark.parametrize("limit", [1, 3])
 async def test_no_more_answers_at_a_time_than_allowed(limit: int) -> None:
     BUSY["most"] = 0
