@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from algorithms.data.dataset import Dataset
     from algorithms.experiment import Experiment
     from backends.base import ForwardBackwardResult
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +107,8 @@ class RunContext:
 class RunResult:
     """How a run ended: final scalars, named artifacts (paths or URIs), and the error if any.
 
-    `recoveries` counts how often its last process went back to a checkpoint by itself.
+    `recoveries` counts how often its last process went back to a checkpoint by itself;
+    `ended_early` says why a completed run has fewer steps than planned.
     """
 
     run_id: str
@@ -113,6 +117,7 @@ class RunResult:
     artifacts: dict[str, str] = field(default_factory=dict)
     error: str | None = None
     recoveries: int = 0
+    ended_early: str | None = None
 
 
 class Algorithm(Protocol):
@@ -261,11 +266,51 @@ class BaseAlgorithm(ABC):
             grad_clip_norm=cfg.grad_clip_norm,
         )
 
+    def cursor(self, step_idx: int) -> tuple[int, int]:
+        """The epoch of a step, and which step of that epoch it is (all from 0)."""
+        return divmod(step_idx, max(self._steps_per_epoch, 1))
+
     def state_dict(self, next_step: int) -> dict[str, Any]:
         """Data cursor and random state at a step boundary, as JSON; batches are pure otherwise."""
-        per_epoch = max(self._steps_per_epoch, 1)
-        return {"epoch": next_step // per_epoch, "step_in_epoch": next_step % per_epoch}
+        epoch, step_in_epoch = self.cursor(next_step)
+        return {"epoch": epoch, "step_in_epoch": step_in_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take up a state that `state_dict` gave; called after `setup`, before the first batch."""
         return None
+
+
+class StepLoop(Protocol):
+    """What a run gives an algorithm that takes its steps itself; to be called from its thread."""
+
+    first_step: int
+    total_steps: int
+
+    def step_done(self, row: Mapping[str, float], transcripts: Sequence[Transcript] = ()) -> bool:
+        """Record the next step, evaluate and save where that is due; False if it was the last.
+
+        `row` holds the step's own metrics. Blocks until the run is ready for another step; raises
+        what recording, evaluating or saving raises.
+        """
+        ...
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of what has to run on the run's event loop."""
+        ...
+
+
+class OwnLoop(BaseAlgorithm):
+    """An algorithm whose steps another library takes, in one go: it has no batches of its own.
+
+    The run records, evaluates, saves and stops through the `StepLoop` that `run_loop` is given.
+    """
+
+    default_backend: ClassVar[str] = "local"
+
+    async def build_batch(self, step_idx: int) -> TrainingBatch:
+        """Never called: the library builds them."""
+        raise NotImplementedError(f"{self.name} takes its steps itself")
+
+    @abstractmethod
+    def run_loop(self, loop: StepLoop) -> None:
+        """Take every step from `loop.first_step` on, until `step_done` says to stop. Blocks."""

@@ -54,6 +54,8 @@ def check_experiment(
     datasets = _check_data(sections, problems)
     if sections.backend is None or sections.backend.kind != MockKind.kind:
         _check_model(sections, datasets, problems)
+    for section in experiment.callbacks if experiment is not None else []:
+        _collect(problems, section.build)
     _check_store(sections, problems)
     _check_backend(sections, problems)
     return experiment, list(dict.fromkeys(problems))
@@ -103,9 +105,10 @@ class _Sections:
 
 def _evaluation(item: Any) -> EvaluationSpec | None:
     """The evaluation, or if only its data is valid, a plain evaluation on that."""
-    data = item.get("data") if isinstance(item, dict) else None
+    given = item if isinstance(item, dict) else {}
+    plain = {name: given[name] for name in ("kind", "data") if name in given}
     spec: EvaluationSpec | None = _valid(EvaluationSpec, item)
-    return spec or _valid(EvaluationSpec, {"name": "evaluation", "data": data})
+    return spec or _valid(EvaluationSpec, {"name": "evaluation", **plain})
 
 
 def _valid(annotation: Any, value: Any) -> Any:
@@ -188,7 +191,8 @@ def _check_model(sections: _Sections, datasets: list[Dataset], problems: list[Pr
 
 def _holds_chat(dataset: Dataset) -> bool:
     return any(
-        "messages" in row or not isinstance(row.get("prompt"), str | None) for row in dataset.rows
+        "messages" in row or any(isinstance(row.get(name), list) for name in ("prompt", "chosen"))
+        for row in dataset.rows
     )
 
 

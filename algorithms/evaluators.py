@@ -1,8 +1,9 @@
 """Held-out scores during a run, on rows it was not trained on.
 
 A benchmark lets the model answer, and a verifier says what each answer is worth; a held-out NLL
-says how likely the rows' own answers are to the model. An evaluation is prepared once (rows to
-tokens) and then run against any sampling client.
+says how likely the rows' own answers are to the model, and a preference which of a row's two
+answers is likelier to it. An evaluation is prepared once (rows to tokens) and then run against any
+sampling client.
 """
 
 from __future__ import annotations
@@ -32,13 +33,16 @@ from algorithms.data.dataset import (
     row_problem,
     shorten,
 )
+from algorithms.data.pairs import render_pairs
 from algorithms.data.rendering import (
     Rendered,
     chat_prompt,
+    longest_scored,
     plain_prompt,
     render_rows,
     stop_tokens,
 )
+from algorithms.data.shapes import preference_problem, read_preference
 from algorithms.rewards.metrics import likelihood_metrics, reward_metrics
 from algorithms.rewards.scoring import bind, check_row, code_behind, score
 from algorithms.rewards.section import VerifierSection
@@ -79,6 +83,19 @@ class ScoredRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredPair:
+    """A row's two answers, and by how many nats the chosen one is likelier to the model."""
+
+    prompt: str
+    chosen: str
+    rejected: str
+    margin: float
+
+
+AnySample = Sample | ScoredRow | ScoredPair
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationResult:
     """The score after `step` steps done, all that was measured, and every answer or row.
 
@@ -89,11 +106,13 @@ class EvaluationResult:
     step: int
     score: float
     metrics: Mapping[str, float]
-    samples: Sequence[Sample | ScoredRow]
+    samples: Sequence[AnySample]
 
 
-def read_sample(fields: Mapping[str, Any]) -> Sample | ScoredRow:
+def read_sample(fields: Mapping[str, Any]) -> AnySample:
     """The sample whose fields, as JSON holds them, these are."""
+    if "margin" in fields:
+        return ScoredPair(**fields)
     return Sample(**fields) if "reward" in fields else ScoredRow(**fields)
 
 
@@ -136,9 +155,7 @@ class PreparedEvaluation(ABC):
         """What decides the score beside the settings, as JSON."""
 
     @abstractmethod
-    async def measure(
-        self, client: SamplingClient
-    ) -> tuple[dict[str, float], Sequence[Sample | ScoredRow]]:
+    async def measure(self, client: SamplingClient) -> tuple[dict[str, float], Sequence[AnySample]]:
         """The metrics of a client's weights, and what they come from."""
 
 
@@ -152,7 +169,9 @@ def prepare(spec: EvaluationSpec, tokenizer: Tokenizer, seed: int = 0) -> Prepar
     if problems := evaluation_problems(spec, dataset, verifier):
         raise UserError(*shorten(problems))
     prepared: PreparedEvaluation
-    if spec.verifier is None or verifier is None:
+    if spec.kind == "preference":
+        prepared = HeldOutPreference.of(spec, dataset, tokenizer)
+    elif spec.verifier is None or verifier is None:
         prepared = HeldOutNLL.of(spec, dataset, tokenizer)
     elif spec.environment is not None:
         from algorithms.rollouts.played import Played  # here, as that module builds on this one
@@ -170,8 +189,10 @@ def evaluation_problems(
 ) -> list[Problem]:
     """What is wrong with held-out rows: each needs a prompt, an answer, and what scores it.
 
-    In an environment it is for that to say what they need.
+    In an environment it is for that to say what they need; a preference needs two answers.
     """
+    if spec.kind == "preference":
+        return dataset_problems(dataset, preference_problem)
     if spec.environment is not None:
         environment = ENVIRONMENTS[spec.environment.kind]
 
@@ -275,9 +296,7 @@ class Benchmark(PreparedEvaluation):
         """Each prompt as tokens, its seed, and the row that its answers are scored against."""
         return [(question.tokens, question.seed, question.row) for question in self.questions]
 
-    async def measure(
-        self, client: SamplingClient
-    ) -> tuple[dict[str, float], Sequence[Sample | ScoredRow]]:
+    async def measure(self, client: SamplingClient) -> tuple[dict[str, float], Sequence[AnySample]]:
         """Rewards, how often answers pass, and the share of answers cut at `max_tokens`."""
         places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
 
@@ -374,8 +393,7 @@ class HeldOutNLL(PreparedEvaluation):
     @classmethod
     def of(cls, spec: EvaluationSpec, dataset: Dataset, tokenizer: Tokenizer) -> HeldOutNLL:
         """Render the rows, cut where the sampler would not have room for one more token."""
-        longest = int(tokenizer.model_max_length) - 1
-        rendering = render_rows(dataset, tokenizer, spec.supervise, longest)
+        rendering = render_rows(dataset, tokenizer, spec.supervise, longest_scored(tokenizer))
         at = dict(zip(dataset.places, dataset.rows, strict=True))
         rows = list(rendering.rows)
         texts = [(_shown_prompt(at[row.place]), expected_answer(at[row.place])) for row in rows]
@@ -386,17 +404,9 @@ class HeldOutNLL(PreparedEvaluation):
         """Each row's tokens and which of them count."""
         return [(row.tokens.tolist(), row.mask.tolist()) for row in self.rows]
 
-    async def measure(
-        self, client: SamplingClient
-    ) -> tuple[dict[str, float], Sequence[Sample | ScoredRow]]:
+    async def measure(self, client: SamplingClient) -> tuple[dict[str, float], Sequence[AnySample]]:
         """Nats per supervised token over all rows, perplexity, and bits per byte of the text."""
-        places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
-
-        async def one(row: Rendered) -> float:
-            async with places:
-                return await self._nll_sum(client, row)
-
-        sums = await _all(one(row) for row in self.rows)
+        sums = [-each for each in await supervised_logprobs(client, self.rows, self.spec.name)]
         counts = [int(row.mask[1:].sum()) for row in self.rows]
         metrics = {
             **likelihood_metrics(math.fsum(sums), sum(counts), self.text_bytes),
@@ -410,21 +420,37 @@ class HeldOutNLL(PreparedEvaluation):
         ]
         return metrics, samples
 
-    async def _nll_sum(self, client: SamplingClient, row: Rendered) -> float:
-        """Nats of the row's supervised tokens; the token that has to be sampled is thrown away."""
-        from tinker import types as tinker_types
 
-        params = tinker_types.SamplingParams(max_tokens=1, temperature=0.0, seed=0)
-        prompt = tinker_types.ModelInput.from_ints(row.tokens.tolist())
-        answer = await client.sample(prompt, 1, params, include_prompt_logprobs=True)
-        given = (answer.prompt_logprobs or [None] * len(row.tokens))[1:]
-        logprobs = [p for p, counts in zip(given, row.mask[1:], strict=True) if counts]
-        known = [logprob for logprob in logprobs if logprob is not None]
-        if len(known) < len(logprobs):
-            where = f"evaluations.{self.spec.name}"
-            what = f"the server gave no log-probabilities of {row.place}"
-            raise UserError(Problem(where, what, "take a server that scores prompts"))
-        return -math.fsum(known)
+async def supervised_logprobs(
+    client: SamplingClient, rows: Sequence[Rendered], name: str
+) -> list[float]:
+    """Of each row the sum of its supervised tokens' logprobs, for the evaluation of that name.
+
+    Raises UserError naming a row that the server does not score.
+    """
+    places = asyncio.Semaphore(REQUESTS_IN_FLIGHT)
+
+    async def one(row: Rendered) -> float:
+        async with places:
+            return await _logprob_sum(client, row, name)
+
+    return await _all(one(row) for row in rows)
+
+
+async def _logprob_sum(client: SamplingClient, row: Rendered, name: str) -> float:
+    """The token that has to be sampled is thrown away."""
+    from tinker import types as tinker_types
+
+    params = tinker_types.SamplingParams(max_tokens=1, temperature=0.0, seed=0)
+    prompt = tinker_types.ModelInput.from_ints(row.tokens.tolist())
+    answer = await client.sample(prompt, 1, params, include_prompt_logprobs=True)
+    given = (answer.prompt_logprobs or [None] * len(row.tokens))[1:]
+    logprobs = [p for p, counts in zip(given, row.mask[1:], strict=True) if counts]
+    known = [logprob for logprob in logprobs if logprob is not None]
+    if len(known) < len(logprobs):
+        what = f"the server gave no log-probabilities of {row.place}"
+        raise UserError(Problem(f"evaluations.{name}", what, "take a server that scores prompts"))
+    return math.fsum(known)
 
 
 def _text_bytes(row: Rendered, tokenizer: Tokenizer) -> int:
@@ -434,3 +460,61 @@ def _text_bytes(row: Rendered, tokenizer: Tokenizer) -> int:
         [token for token, _ in span] for on, span in groupby(pairs, key=lambda pair: pair[1]) if on
     ]
     return sum(len(tokenizer.decode(span, skip_special_tokens=True).encode()) for span in spans)
+
+
+# --- the model is shown two answers -------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeldOutPreference(PreparedEvaluation):
+    """Which of a row's two answers is likelier, each rendered and masked as dpo does it."""
+
+    answers: list[Rendered]
+    """Of each row the chosen answer and then the rejected one, behind their prompt."""
+    texts: list[tuple[str, str, str]]
+    """Of each row, prompt, chosen and rejected answer as a person reads them."""
+    rows_cut: int
+
+    @classmethod
+    def of(cls, spec: EvaluationSpec, dataset: Dataset, tokenizer: Tokenizer) -> HeldOutPreference:
+        """Render the pairs, cut where the sampler would not have room for one more token."""
+        done = render_pairs(dataset, tokenizer, longest_scored(tokenizer))
+        answers = [answer for pair in done.pairs for answer in (pair.chosen, pair.rejected)]
+        texts = [_shown_pair(dataset.rows[number]) for number in done.numbers]
+        return cls(spec, tokenizer, answers, texts, done.cut)
+
+    def content(self) -> Any:
+        """The tokens of each answer and which of them count."""
+        return [(answer.tokens.tolist(), answer.mask.tolist()) for answer in self.answers]
+
+    async def measure(self, client: SamplingClient) -> tuple[dict[str, float], Sequence[AnySample]]:
+        """The share of pairs whose chosen answer is likelier, and by how many nats on average.
+
+        An answer counts with its log-probability, or with that per token (`length_normalized`);
+        two that are alike are half a hit.
+        """
+        scores = await supervised_logprobs(client, self.answers, self.spec.name)
+        if self.spec.length_normalized:
+            counts = [int(answer.mask[1:].sum()) for answer in self.answers]
+            scores = [total / count for total, count in zip(scores, counts, strict=True)]
+        margins = [c - r for c, r in zip(scores[::2], scores[1::2], strict=True)]
+        hits = [0.5 if margin == 0 else float(margin > 0) for margin in margins]
+        metrics = {
+            "accuracy": math.fsum(hits) / len(hits),
+            "margin": math.fsum(margins) / len(margins),
+            "n": float(len(margins)),
+            "rows_cut": float(self.rows_cut),
+        }
+        return metrics, [
+            ScoredPair(*text, margin) for text, margin in zip(self.texts, margins, strict=True)
+        ]
+
+
+def _shown_pair(row: Row) -> tuple[str, str, str]:
+    """What a person reads of a row's prompt and of its two answers."""
+    pair = read_preference(row)
+    prompt, chosen, rejected = (
+        part if isinstance(part, str) else str(part[-1].get("content") or "")
+        for part in (pair.prompt, pair.chosen, pair.rejected)
+    )
+    return prompt, chosen, rejected

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig
+from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig, OwnLoop
 from algorithms.callbacks import Callback
 from algorithms.data.dataset import DATA_SOURCES, DataSource
 from algorithms.data.rendering import Supervise
@@ -40,6 +40,7 @@ from algorithms.rollouts.environment import ENVIRONMENTS, EnvironmentField
 from algorithms.sections import OneOf, Section, forget_sections, with_params
 from backends.base import BackendKind, BackendParams, ModelSpec
 from backends.errors import UserError
+from backends.local import LocalKind
 from backends.registry import BACKENDS, Row
 from backends.storage.checkpoints import Best, Retention
 
@@ -333,6 +334,25 @@ class Experiment(WithImports):
     @classmethod
     def _name(cls, name: str) -> str:
         return plain_name(name)
+
+    @field_validator("backend")
+    @classmethod
+    def _who_takes_the_steps(cls, backend: BackendSection, info: ValidationInfo) -> BackendSection:
+        if "algorithm" not in info.data:
+            return backend
+        kind = info.data["algorithm"].kind
+        algorithm = ALGORITHMS[kind]
+        if issubclass(algorithm, OwnLoop) and backend.kind != algorithm.default_backend:
+            raise ValueError(
+                f"{kind} takes its steps on the backend {algorithm.default_backend!r} only, not on "
+                f"{backend.kind!r}: leave backend out"
+            )
+        if backend.kind == LocalKind.kind and not issubclass(algorithm, OwnLoop):
+            raise ValueError(
+                f"the backend 'local' is for algorithms that TRL trains, not for {kind}: set "
+                "algorithm.kind to local_sft, local_dpo or local_rl, or take embedded"
+            )
+        return backend
 
     @field_validator("checkpoints")
     @classmethod

@@ -34,13 +34,28 @@ ALGORITHMS: Registry[type[BaseAlgorithm]] = Registry(
         "rl": "algorithms.rl:RL",
         "sdft": "algorithms.sdft:SDFT",
         "distill": "algorithms.distill:Distill",
+        "dpo": "algorithms.dpo:DPO",
         "mock_sft": "algorithms.mock_sft:MockSFT",
+        "local_sft": "algorithms.local_sft:LocalSFT",
+        "local_dpo": "algorithms.local_dpo:LocalDPO",
+        "local_rl": "algorithms.local_rl:LocalRL",
     },
     config=("Config", BaseAlgorithmConfig),
 )
 
 CALLBACKS: Registry[type[Callback]] = Registry(
-    "callback", "flowtune.callbacks", {}, config=("Config", BaseModel)
+    "callback",
+    "flowtune.callbacks",
+    {
+        "early_stopping": "algorithms.watchers.early_stopping:EarlyStopping",
+        "samples": "algorithms.watchers.samples:Samples",
+        "csv": "algorithms.watchers.tables:CsvTables",
+        "tensorboard": "algorithms.watchers.tensorboard:TensorBoard",
+        "wandb": "algorithms.watchers.wandb:WandB",
+        "mlflow": "algorithms.watchers.mlflow:MLflow",
+        "trackio": "algorithms.watchers.trackio:Trackio",
+    },
+    config=("Config", BaseModel),
 )
 
 REGISTRIES: dict[str, Registry[Any]] = {

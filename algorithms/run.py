@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from algorithms.base import BaseAlgorithm, RunContext, RunResult, TrainingBatch
 from algorithms.beside import Beside, first_error, to_the_end
-from algorithms.callbacks import Callback, RunPlan
+from algorithms.callbacks import Callback, CallbackFailed, EarlyEnd, RunPlan
 from algorithms.evaluators import EvaluationResult, PreparedEvaluation, evaluate
 from algorithms.kept import LINEAGE, Kept
 from algorithms.turns import Place, Turns
@@ -113,6 +113,8 @@ class LiveRun:
     retention: Retention = field(default_factory=Retention)
     callbacks: list[Callback] = field(default_factory=list)
     recoveries: int = 0
+    ended_early: str | None = None
+    """Why there are fewer steps than planned, once all of those there are have been trained."""
     beside: Beside = field(default_factory=Beside)
     backend: Backend = field(init=False)
     _next_build: int = field(init=False)
@@ -126,6 +128,8 @@ class LiveRun:
     _sampler_uri: str | None = None
     _flushed: float = field(default_factory=time.monotonic)
     _step_ended: float = field(default_factory=time.monotonic)
+    _failed: dict[int, str] = field(default_factory=dict)
+    _stopped_by: CallbackFailed | None = None
 
     def __post_init__(self) -> None:
         self.backend = self.context.backend
@@ -135,6 +139,11 @@ class LiveRun:
     def run_id(self) -> str:
         """The name of the run, and of its folder."""
         return self.context.run_id
+
+    @property
+    def segment_ends(self) -> tuple[int, ...]:
+        """The steps (counted done) that the run's segments end at: its checkpoints."""
+        return self.plan.save_steps
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -256,8 +265,10 @@ class LiveRun:
 
         Ends when the last step is recorded. The first error, of a step or of what is beside, ends
         the segment: its steps under way are cancelled, and that error is raised. A run that is to
-        stop saves after the step it has come to, and RunStopped is raised once that is safe.
+        stop saves after the step it has come to, and RunStopped is raised once that is safe. One
+        that a callback wants to end saves and evaluates there, and has `ended_early` from then on.
         """
+        self._raise_failed_callback()
         self._step_ended = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
@@ -265,7 +276,9 @@ class LiveRun:
                 if start == 0:
                     self._start_evaluations(operations, 0)
                 done = await self._run_steps(group, operations, start, stop)
-                if self._stopping.is_set() and done < stop:
+                if (end := self._early_end(done)) is not None:
+                    await self._end_early(operations, (start, stop), done, end)
+                elif self._stopping.is_set() and done < stop:
                     await self._stop(operations, start, done)
                 watching.cancel()
         except BaseExceptionGroup as errors:
@@ -279,6 +292,7 @@ class LiveRun:
     async def settle(self) -> None:
         """Wait until all that goes on beside the steps is done and safe; raises its first error."""
         await self.beside.settle()
+        self._raise_failed_callback()
 
     async def cancel(self) -> None:
         """End all that goes on beside the steps, and wait until it has."""
@@ -297,11 +311,15 @@ class LiveRun:
     async def _run_steps(
         self, group: asyncio.TaskGroup, operations: Operations, start: int, stop: int
     ) -> int:
-        """Train from `start` until `stop`, or until the run is to stop; returns the steps done."""
+        """Train from `start` until `stop`, or the run is to stop or end; returns the steps done."""
         in_flight: deque[asyncio.Task[None]] = deque()
         done = start
-        self._start_builds(operations, start)
+        await self._evaluated(start)
+        if self._early_end(start) is None:
+            self._start_builds(operations, start)
         for step in range(start, stop):
+            if self._early_end(step) is not None:
+                break
             await self.beside.room()
             if not await self._unless_stopping(self._builds[step]):
                 break
@@ -316,6 +334,7 @@ class LiveRun:
             self._start_evaluations(operations, done)
             while len(in_flight) >= STEPS_IN_FLIGHT:
                 await in_flight.popleft()
+            await self._evaluated(done)
         while in_flight:
             await in_flight.popleft()
         await asyncio.to_thread(self.store.flush_metrics)
@@ -385,6 +404,35 @@ class LiveRun:
         await self.beside.settle()
         raise RunStopped(f"the run was stopped after {done} of {self.plan.total_steps} steps")
 
+    async def _evaluated(self, steps_done: int) -> None:
+        """Wait for those evaluations up to here that a callback needs, to say if the run ends."""
+        names = frozenset[str]().union(*(c.evaluations_awaited() for c in self.callbacks))
+        awaited = {f"evaluate/{name}" for name in names}
+        for (what, step), written in list(self._unwritten.items()):
+            if what in awaited and step <= steps_done:
+                await written.wait()
+
+    def _early_end(self, steps_done: int) -> EarlyEnd | None:
+        """The end before the last step that a callback asked for, if the run has come to it."""
+        asked = [end for callback in self.callbacks if (end := callback.early_end()) is not None]
+        end = min(asked, default=None)
+        come = end is not None and end.step <= steps_done < self.plan.total_steps
+        return end if come else None
+
+    async def _end_early(
+        self, operations: Operations, segment: tuple[int, int], done: int, end: EarlyEnd
+    ) -> None:
+        """Make `done` the last step: what is due after that one is evaluated, and a checkpoint."""
+        await self._cancel_builds()
+        for name, prepared in self.evaluations.items():
+            if not prepared.is_due(done, self.plan.total_steps) and prepared.is_due(done, done):
+                self._start_evaluation(operations, name, done)
+        if segment[0] < done < segment[1]:  # else there is one already
+            self._start_save(operations, done)
+            self._saves[done].recorded.set()  # its row was there before the save was thought of
+        self.ended_early = end.reason
+        self.tell("on_notice", f"ending after step {done}: {end.reason}")
+
     def _submit_step(
         self, group: asyncio.TaskGroup, operations: Operations, step: int
     ) -> list[asyncio.Task[Any]]:
@@ -414,8 +462,11 @@ class LiveRun:
     def _start_evaluations(self, operations: Operations, steps_done: int) -> None:
         for name, prepared in self.evaluations.items():
             if prepared.is_due(steps_done, self.plan.total_steps):
-                place = (f"evaluate/{name}", steps_done)
-                self._start_beside(place, operations.evaluate(name, steps_done))
+                self._start_evaluation(operations, name, steps_done)
+
+    def _start_evaluation(self, operations: Operations, name: str, steps_done: int) -> None:
+        place = (f"evaluate/{name}", steps_done)
+        self._start_beside(place, operations.evaluate(name, steps_done))
 
     def _start_beside(self, place: Place, work: Coroutine[Any, Any, Any]) -> None:
         self._unwritten[place] = asyncio.Event()
@@ -454,6 +505,7 @@ class LiveRun:
         if (save := self._saves.get(step + 1)) is not None:
             save.recorded.set()
         self.tell("on_step", row)
+        self._raise_failed_callback()
         if time.monotonic() - self._flushed > METRICS_FLUSH_SECONDS:
             self._flushed = time.monotonic()
             await asyncio.to_thread(self.store.flush_metrics)
@@ -488,7 +540,7 @@ class LiveRun:
         row = {
             "step": step + 1,
             "progress/done_frac": (step + 1) / self.plan.total_steps,
-            "progress/epoch": step // max(self.algorithm.steps_per_epoch, 1),
+            "progress/epoch": self.algorithm.cursor(step)[0],
             "optim/lr": self.algorithm.adam_params(step).learning_rate,
             **{f"optim/{name.partition(':')[0]}": value for name, value in optim.items()},
             **current.batch.metrics,
@@ -529,7 +581,12 @@ class LiveRun:
         if how is not None and (best := self.store.best_checkpoint(how)) is not None:
             artifacts["best"] = self.store.checkpoint_uri(best)
         result = RunResult(
-            self.run_id, "completed", self._final_metrics(), artifacts, recoveries=self.recoveries
+            self.run_id,
+            "completed",
+            self._final_metrics(),
+            artifacts,
+            recoveries=self.recoveries,
+            ended_early=self.ended_early,
         )
         self.store.write_result(asdict(result))
         return result
@@ -562,9 +619,23 @@ class LiveRun:
         return metrics
 
     def tell(self, event: str, *args: Any) -> None:
-        """Call every callback; one that fails is shown in the log and does not end the run."""
+        """Call every callback; one that fails is shown in the log.
+
+        It does not end the run unless it is set to: then the next step, or the end, raises.
+        """
         for callback in self.callbacks:
             try:
                 getattr(callback, event)(*args)
-            except Exception:
-                logger.exception("callback %s failed in %s", type(callback).__name__, event)
+            except Exception as error:
+                words = f"callback {type(callback).__name__} failed in {event}"
+                # The same again at each step is for the log file only.
+                again = self._failed.get(id(callback)) == words
+                self._failed[id(callback)] = words
+                logger.log(logging.WARNING if again else logging.ERROR, words, exc_info=error)
+                if callback.stops_the_run and self._stopped_by is None:
+                    self._stopped_by = CallbackFailed(f"{words}: {type(error).__name__}: {error}")
+                    self._stopped_by.__cause__ = error
+
+    def _raise_failed_callback(self) -> None:
+        if self._stopped_by is not None:
+            raise self._stopped_by

@@ -77,6 +77,14 @@ LESSONS: Final = (
         at_least=0.5,
         teacher=Score("sft-arithmetic"),
     ),
+    Lesson("dpo_arithmetic", "starts/undecided", start_at_most=0.60, at_least=0.85),
+    Lesson(
+        "focal_sft",
+        "sft_arithmetic",
+        start_at_most=0.10,
+        at_least=0.99,
+        teacher=Score("sft-arithmetic"),
+    ),
 )
 
 

@@ -47,9 +47,8 @@ logger = logging.getLogger(__name__)
 async def report(run_id: str) -> dict[str, Any]:
     """Write the report of a run that is done, to its store and to Prefect; returns the result."""
     run = live(run_id)
-    page = await asyncio.to_thread(
-        write_report, run.store, "completed", run.algorithm.setup_metrics()
-    )
+    status = f"completed early: {run.ended_early}" if run.ended_early else "completed"
+    page = await asyncio.to_thread(write_report, run.store, status, run.algorithm.setup_metrics())
     result = await asyncio.to_thread(run.finish)
     run.tell("on_end", result)
     await acreate_markdown_artifact(

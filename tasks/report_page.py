@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from algorithms.evaluators import Sample, ScoredRow
+from algorithms.evaluators import Sample, ScoredPair, ScoredRow
 from tasks.report_findings import findings
 from tasks.report_pictures import draw_pictures
 from tasks.report_record import CheckpointLine, EvaluationPoint, RunRecord, by_name
@@ -179,6 +179,8 @@ def _samples(evaluations: Sequence[EvaluationPoint]) -> str:
             parts.append(title + _answers_table(answers, answered))
         elif scored:
             parts.append(title + _likelihood_table(scored))
+        elif pairs := [pair for pair in last.samples if isinstance(pair, ScoredPair)]:
+            parts.append(title + _preference_table(pairs))
     return "\n\n".join(parts)
 
 
@@ -215,6 +217,13 @@ def _likelihood_table(rows: Sequence[ScoredRow]) -> str:
     worst = sorted(rows, key=lambda row: row.nll, reverse=True)[:MOST_SAMPLES]
     lines = [(cell(r.prompt), cell(r.expected), number(r.nll), r.tokens) for r in worst]
     return table(("prompt", "answer", "NLL (nats/token)", "tokens"), lines)
+
+
+def _preference_table(pairs: Sequence[ScoredPair]) -> str:
+    """The pairs whose chosen answers are least preferred."""
+    worst = sorted(pairs, key=lambda pair: pair.margin)[:MOST_SAMPLES]
+    lines = [(cell(p.prompt), cell(p.chosen), cell(p.rejected), number(p.margin)) for p in worst]
+    return table(("prompt", "chosen", "rejected", "margin (nats)"), lines)
 
 
 def _checkpoints(checkpoints: Sequence[CheckpointLine]) -> str:

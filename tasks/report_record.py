@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from algorithms.base import Transcript
-from algorithms.evaluators import Sample, ScoredRow
+from algorithms.evaluators import AnySample
 
 LOSS_COLUMNS = ("reward/mean", "train_mean_nll", "loss")
 """The column that stands for the training itself; the first one present."""
@@ -22,7 +22,7 @@ class EvaluationPoint:
     step: int
     score: float
     rows: int
-    samples: Sequence[Sample | ScoredRow] = ()
+    samples: Sequence[AnySample] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property

@@ -21,6 +21,7 @@ PAGES = [
     "docs/evaluations.md",
     "docs/orchestration.md",
     "docs/performance.md",
+    "docs/preferences.md",
     "docs/rewards.md",
 ]
 ALL_PAGES = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("docs/*.md")) + [

@@ -29,7 +29,7 @@ class RenderedPairs:
 
     pairs: Sequence[Pair]
     numbers: Sequence[int]
-    """Which row of the dataset each is (from 0)."""
+    """Which row each is, of those that are pairs at all (from 0)."""
     cut: int
     """Answers that are cut."""
     dropped: int

@@ -187,7 +187,7 @@ def test_the_best_checkpoint_is_chosen_as_its_metric_says(best: dict[str, str], 
 @pytest.mark.parametrize(
     ("metric", "words"),
     [
-        ("final", "'final' is a test evaluation, and the best checkpoint is chosen on validation"),
+        ("final", "'final' is a test evaluation, and everything is chosen on validation"),
         ("hold", "'hold' is no evaluation of this experiment (they are: held)"),
         ("optim/grad_norm", "set keep_best.mode to max or min"),
     ],

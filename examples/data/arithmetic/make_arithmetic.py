@@ -8,6 +8,7 @@ import argparse
 import itertools
 import json
 import random
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypedDict
 
@@ -59,7 +60,7 @@ def split_rows(seed: int) -> tuple[list[Row], list[Row]]:
     return train, test
 
 
-def write_jsonl(path: Path, rows: list[Row]) -> None:
+def write_jsonl(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
     """Write one JSON object a line, with the same line ends on every platform."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8", newline="\n")
 
