@@ -265,9 +265,13 @@ class EmbeddedKind:
         One that `started_early` is taken, if it is the one that is wanted.
         """
         importing = asyncio.ensure_future(asyncio.to_thread(_import_client))
-        engine = await (_take_early(params, model) or _start(params, model))
         try:
+            engine = await (_take_early(params, model) or _start(params, model))
+        finally:
+            # Whoever opens again at once would import in another thread the same modules, and find
+            # them half made.
             await importing
+        try:
             if state is not None:
                 state = await asyncio.to_thread(_bring, engine.scratch / "checkpoints", state)
             server = Server(engine.ended, engine.lost)
