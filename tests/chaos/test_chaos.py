@@ -12,17 +12,11 @@ import pytest
 
 from tests.chaos.campaign import Campaign
 from tests.chaos.compare import differences
-from tests.chaos.scene import Course, Servers
+from tests.chaos.scene import Servers, courses
 from tests.servers.prefect import PrefectServer
 
 KILLS = 3
-SAMPLING = Course(
-    "sampling",
-    {
-        "kind": "sampling",
-        "params": {"batch_size": 4, "lora_rank": 8, "save_every": 4, "max_steps": 16},
-    },
-)
+RL = next(course for course in courses(32) if course.name == "rl" and not course.deployed)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +29,7 @@ def campaign(prefect_server: PrefectServer, tmp_path_factory: pytest.TempPathFac
 def runs(campaign: Campaign) -> Path:
     """The folder of runs that were disturbed until there had been enough kills."""
     while campaign.tally.kills.total() < KILLS:
-        campaign.disturb(SAMPLING, KILLS - campaign.tally.kills.total())
+        campaign.disturb(RL, KILLS - campaign.tally.kills.total())
     return campaign.folder / "runs"
 
 
@@ -98,10 +92,10 @@ def half_a_checkpoint(run: Path) -> None:
         (other_adapter, ["checkpoints/step-000016: adapter_model.safetensors differs"]),
         (half_a_checkpoint, ["checkpoints/step-000018/adapter_model.safetensors is left over"]),
         (
-            lambda run: (run / "checkpoints/step-000008/manifest.json").unlink(),
+            lambda run: (run / "checkpoints/step-000010/manifest.json").unlink(),
             [
-                "checkpoints/step-000008/manifest.json is missing",
-                "checkpoints after the steps [4, 12, 16], not [4, 8, 12, 16]",
+                "checkpoints/step-000010/manifest.json is missing",
+                "checkpoints after the steps [5, 15, 16], not [5, 10, 15, 16]",
             ],
         ),
         (
@@ -113,8 +107,8 @@ def half_a_checkpoint(run: Path) -> None:
 def test_every_difference_is_seen(
     runs: Path, tmp_path: Path, tamper: Callable[[Path], None], found: list[str]
 ) -> None:
-    shutil.copytree(runs / "sampling-whole", tmp_path / "other")
+    shutil.copytree(runs / "rl-whole", tmp_path / "other")
     tamper(tmp_path / "other")
-    seen = differences(runs / "sampling-whole", tmp_path / "other")
+    seen = differences(runs / "rl-whole", tmp_path / "other")
     assert len(seen) == len(found), seen
     assert all(words in line for words, line in zip(found, seen, strict=True)), seen
