@@ -289,8 +289,8 @@ class StepLoop(Protocol):
     def step_done(self, row: Mapping[str, float], transcripts: Sequence[Transcript] = ()) -> bool:
         """Record the next step, evaluate and save where that is due; False if it was the last.
 
-        `row` holds the step's own metrics. Blocks until the run is ready for another step; raises
-        what recording, evaluating or saving raises.
+        `row` holds the step's own metrics. Blocks until the weights may change again; raises what
+        recording a step, evaluating or saving raises, for recording one step later.
         """
         ...
 

@@ -86,6 +86,7 @@ register_algorithm = _registering(ALGORITHMS)
 register_verifier = _registering(VERIFIERS)
 register_environment = _registering(ENVIRONMENTS)
 register_callback = _registering(CALLBACKS)
+register_transform = _registering(TRANSFORMS)
 
 
 def algorithm_class(kind: str) -> type[BaseAlgorithm]:

@@ -161,6 +161,7 @@ BACKENDS: Registry[type[BackendKind]] = Registry(
     {
         "embedded": "backends.embedded:EmbeddedKind",
         "tinker": "backends.tinker:TinkerKind",
+        "local": "backends.local:LocalKind",
         "mock": "backends.mock:MockKind",
     },
     config=("Params", BackendParams),

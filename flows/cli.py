@@ -1,4 +1,4 @@
-"""The command line: `flowtune run | validate | list | schema | engine | runs`.
+"""The command line: `flowtune run | validate | suggest | list | schema | engine | runs`.
 
 Nothing heavy is imported before a command needs it: `--help` answers at once, and a mistake is told
 before anything is started.
@@ -263,6 +263,7 @@ def _rehearse(experiment: Experiment, terminal: Terminal) -> None:
 
 
 async def _three_steps(experiment: Experiment, terminal: Terminal) -> None:
+    from algorithms.base import OwnLoop
     from algorithms.opening import open_live_run
     from backends.storage.run_store import RunStore
     from flows.terminal import print_example, print_transcript
@@ -271,11 +272,12 @@ async def _three_steps(experiment: Experiment, terminal: Terminal) -> None:
     try:
         run.callbacks.append(terminal)
         terminal.close()
-        batch = await run.algorithm.build_batch(0)
-        for transcript in batch.transcripts[:1]:
-            print_transcript(terminal.console, transcript)
-        if batch.data:
-            print_example(terminal.console, *_first_row(batch, run.backend.get_tokenizer()))
+        if not isinstance(run.algorithm, OwnLoop):  # another library builds those batches
+            batch = await run.algorithm.build_batch(0)
+            for transcript in batch.transcripts[:1]:
+                print_transcript(terminal.console, transcript)
+            if batch.data:
+                print_example(terminal.console, *_first_row(batch, run.backend.get_tokenizer()))
         terminal.on_start(run.plan)
         await run.run_segment(run, 0, run.plan.total_steps)
         await run.settle()
@@ -326,14 +328,49 @@ def validate(
     as_json: Annotated[
         bool, typer.Option("--json", help="Print it in one line, every default filled in.")
     ] = False,
+    price: Annotated[
+        float | None,
+        typer.Option(
+            "--price-per-million",
+            min=0,
+            help="What a million trained tokens cost; else FLOWTUNE_PRICES names a YAML of prices.",
+        ),
+    ] = None,
 ) -> None:
-    """Find every mistake in an experiment, its data and its model, without starting anything."""
+    """Find every mistake in an experiment, and estimate what it takes; nothing is started."""
     with _mistakes_told():
         experiment = _checked(config, overrides or [])
-    if as_json:
-        print(experiment.model_dump_json())
-    else:
-        _console().print(f"[green]{experiment.name} is in order[/]")
+        if as_json:
+            print(experiment.model_dump_json())
+            return
+        from algorithms.estimate import estimate
+        from flows.figures import price_per_million, print_estimate
+
+        price = price_per_million(experiment.model.name, price)
+        stages = _stages(experiment)
+        taken = {stage.name: estimate(stage) for stage in stages}
+    console = _console()
+    console.print(f"[green]{experiment.name} is in order[/]")
+    for name, one in taken.items():
+        if name != experiment.name:
+            console.print(name, markup=False)
+        print_estimate(console, one, price)
+
+
+@app.command()
+def suggest(
+    model: Annotated[str, typer.Argument(help="A model folder or hub name.")],
+    rows: Annotated[
+        int | None, typer.Option(min=1, help="How many rows you have, to fit the batch size.")
+    ] = None,
+) -> None:
+    """Suggest a learning rate and a batch size to start a LoRA run from, and say by which rule."""
+    from algorithms.suggestion import suggest as suggestion_for
+    from flows.figures import print_suggestion
+
+    with _mistakes_told():
+        found = suggestion_for(model, rows)
+    print_suggestion(_console(), model, found)
 
 
 @app.command(name="list")

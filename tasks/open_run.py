@@ -15,6 +15,7 @@ from prefect.utilities.urls import url_for
 from algorithms.callbacks import RunPlan
 from algorithms.evaluators import PreparedEvaluation
 from algorithms.experiment import Experiment
+from algorithms.local.run import OwnLoopRun
 from algorithms.opening import open_live_run
 from algorithms.run import LiveRun
 from backends.storage.run_store import RunStore
@@ -65,8 +66,10 @@ def handle_of(run: LiveRun) -> RunHandle:
     """What the flow has to know of a live run."""
     plan = run.plan
     mode = _task_runs(run.context.config, plan, run.evaluations)
+    if isinstance(run, OwnLoopRun):
+        mode = "segment"
     return RunHandle(
-        plan.run_id, plan.run_uri, plan.first_step, plan.total_steps, plan.save_steps, mode
+        plan.run_id, plan.run_uri, plan.first_step, plan.total_steps, run.segment_ends, mode
     )
 
 

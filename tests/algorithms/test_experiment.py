@@ -182,10 +182,12 @@ def test_impossible_combinations() -> None:
     assert "for example 'my-run-1'" in named["name"].what
 
 
-def test_callbacks_are_refused_while_there_are_none() -> None:
-    assert problems_of(callbacks=[{"kind": "wandb"}])["callbacks[0]"].what == (
-        "no callback is installed"
-    )
+def test_an_unknown_callback_is_refused_with_the_known_ones() -> None:
+    problem = problems_of(callbacks=[{"kind": "wand"}])["callbacks[0].kind"]
+    assert "there is no callback 'wand'" in problem.what
+    assert "wandb" in problem.remedy
+    wrong = problems_of(callbacks=[{"kind": "csv", "on_error": "shrug"}])
+    assert list(wrong) == ["callbacks[0].on_error"]
 
 
 def test_no_word_of_pydantic() -> None:

@@ -298,3 +298,22 @@ async def test_a_callback_sees_everything_and_its_failure_does_not_end_the_run(
         "save 8",
         "save 12",
     ]
+
+
+@pytest.mark.parametrize("task_runs", ["operation", "segment"])
+async def test_a_run_that_a_callback_ends_early_is_complete(
+    prefect_server: PrefectServer, tmp_path: Path, task_runs: str
+) -> None:
+    stopping = {"metric": "optim/lr", "mode": "max", "patience": 4}
+    spec = experiment(
+        tmp_path,
+        callbacks=[{"kind": "early_stopping", "params": stopping}],
+        orchestration={"task_runs": task_runs},
+    )
+    result = await run(spec, "a")
+    assert result["status"] == "completed"
+    assert result["ended_early"] == "optim/lr was no better than 0.0001, of step 1, for 4 steps"
+    assert [row["step"] for row in metrics(tmp_path, "a")] == [1, 2, 3, 4, 5, 6]
+    assert result["artifacts"]["checkpoint"].endswith("step-000006")
+    assert "completed early: optim/lr was no better" in (tmp_path / "a/report.md").read_text()
+    assert await run(spec, "a") == result

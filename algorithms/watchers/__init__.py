@@ -1,0 +1,1 @@
+"""The callbacks that come with flowtune: early stopping, samples, tables and trackers."""
