@@ -1,0 +1,1 @@
+"""Algorithms that TRL trains, in this process: what they share."""

@@ -1,0 +1,146 @@
+"""What the algorithms that TRL trains share: rows, options, and TRL's loop inside the run's."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from algorithms.base import OwnLoop, RunContext, StepLoop, Transcript
+from algorithms.data.order import batch_rows, steps_per_epoch
+from algorithms.local.options import LocalConfig, check_names
+from algorithms.schedules import learning_rate_at
+from backends.base import Backend
+from backends.errors import Problem, UserError
+from backends.local import LocalBackend
+
+if TYPE_CHECKING:
+    from algorithms.local.trainer import RunsTrainer
+
+
+class LocalAlgorithm(OwnLoop):
+    """A recipe of TRL's: says which rows, which options and which trainer."""
+
+    def __init__(self, cfg: LocalConfig) -> None:
+        super().__init__(cfg)
+        if cfg.trainer:
+            check_names(cfg.trainer, self.options_class())
+
+    @classmethod
+    @abstractmethod
+    def options_class(cls) -> type:
+        """TRL's config class."""
+
+    @abstractmethod
+    def prepare(self, ctx: RunContext) -> int:
+        """Make the rows ready; returns how many there are. Blocks."""
+
+    @abstractmethod
+    def trainer(self, arguments: dict[str, Any]) -> RunsTrainer:
+        """TRL's trainer, with the model and the rows."""
+
+    @abstractmethod
+    def metrics(self, step_idx: int, logs: Mapping[str, float]) -> dict[str, float]:
+        """A step's row, from what TRL logs of it."""
+
+    async def setup(self, ctx: RunContext, backend: Backend) -> None:
+        """Make the rows ready, and see that the backend is one for TRL."""
+        cfg: LocalConfig = self.cfg
+        if not isinstance(backend, LocalBackend):
+            what = f"{self.name} trains with TRL, in this process"
+            raise UserError(Problem("backend.kind", what, "set it to local, or leave it out"))
+        self.backend = backend
+        self.context = ctx
+        self.rows = await asyncio.to_thread(self.prepare, ctx)
+        self._steps_per_epoch = steps_per_epoch(self.rows, cfg.batch_size)
+        if cfg.micro_batches > 1:
+            self._steps_per_epoch = self.rows // cfg.batch_size
+        if not self._steps_per_epoch:
+            what = f"there are {self.rows} rows, which fill no batch of {cfg.batch_size}"
+            raise UserError(Problem("algorithm.params.batch_size", what, "lower it"))
+
+    def step_rows(self, step_idx: int) -> list[int]:
+        """The rows of a step, in the order that sft takes them in."""
+        epoch, step = divmod(step_idx, self._steps_per_epoch)
+        per_epoch = steps_per_epoch(self.rows, self.cfg.batch_size)
+        seed = self.context.config.seed
+        return batch_rows(self.rows, self.cfg.batch_size, seed, epoch * per_epoch + step)
+
+    def micro_batches(self, step_idx: int) -> list[list[int]]:
+        """The rows of a step, in the parts that go through the model one after the other."""
+        rows = self.step_rows(step_idx)
+        size = self.cfg.micro_batch_size or len(rows)
+        return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+    def transcripts(self) -> list[Transcript]:
+        """What the last step was trained on, where that is worth reading."""
+        return []
+
+    def run_loop(self, loop: StepLoop) -> None:
+        """TRL's loop, from the first step to the last. Blocks."""
+        from algorithms.local.trainer import Plan, quiet
+
+        self.loop = loop
+        quiet()
+        with tempfile.TemporaryDirectory(prefix="flowtune-trl-") as folder:
+            trainer = self.trainer(self._arguments(folder))
+            plan = Plan(
+                self.backend,
+                loop,
+                self.micro_batches,
+                self._learning_rate,
+                self.metrics,
+                self.transcripts,
+            )
+            trainer.follow(plan)
+            trainer.train_from(Path(folder))
+
+    def _learning_rate(self, step_idx: int) -> float:
+        cfg: LocalConfig = self.cfg
+        return learning_rate_at(step_idx, self.total_steps, cfg.learning_rate, cfg.schedule)
+
+    def _arguments(self, folder: str) -> dict[str, Any]:
+        """TRL's options: the run's own, and those of `trainer`."""
+        cfg: LocalConfig = self.cfg
+        device = self.backend.model.device.type
+        return {
+            "output_dir": folder,
+            "per_device_train_batch_size": cfg.micro_batch_size or cfg.batch_size,
+            "gradient_accumulation_steps": cfg.micro_batches,
+            "max_steps": self.total_steps,
+            "learning_rate": cfg.learning_rate,
+            "adam_beta1": cfg.beta1,
+            "adam_beta2": cfg.beta2,
+            "adam_epsilon": cfg.eps,
+            "weight_decay": cfg.weight_decay,
+            "max_grad_norm": cfg.grad_clip_norm,
+            "seed": self.context.config.seed,
+            "logging_steps": 1,
+            "logging_nan_inf_filter": False,
+            "save_strategy": "no",
+            "eval_strategy": "no",
+            "report_to": "none",
+            "disable_tqdm": True,
+            "use_cpu": device == "cpu",
+            "bf16": False,  # the weights have the dtype of the backend
+            "gradient_checkpointing": False,
+            "dataloader_pin_memory": device == "cuda",
+            **cfg.trainer,
+        }
+
+    def options(self, arguments: dict[str, Any]) -> Any:
+        """TRL's config. Raises UserError with TRL's words for a value that it refuses."""
+        try:
+            with warnings.catch_warnings():  # some of TRL's own names are on their way out
+                warnings.simplefilter("ignore", FutureWarning)
+                options = self.options_class()(**arguments)
+        except (TypeError, ValueError) as error:
+            what = str(error).splitlines()[0]
+            raise UserError(Problem("algorithm.params.trainer", what, "mend it")) from error
+        _ = options.device  # decides n_gpu, which would spread the model over all that there are
+        options._n_gpu = min(options.n_gpu, 1)
+        return options

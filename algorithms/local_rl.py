@@ -1,0 +1,192 @@
+"""Reinforcement learning with TRL's GRPOTrainer, in this process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from pydantic import Field
+
+from algorithms.base import BaseAlgorithmConfig, RunContext, Transcript
+from algorithms.data.rendering import stop_tokens
+from algorithms.data.shapes import Row, prompt_problem, read_prompt
+from algorithms.local.algorithm import LocalAlgorithm
+from algorithms.local.options import LocalConfig, Refusals
+from algorithms.rewards.scoring import bind, check_row, code_behind, score
+from algorithms.rewards.section import VerifierField
+from backends.base import Backend
+from backends.errors import Problem
+
+if TYPE_CHECKING:
+    from algorithms.local.trainer import RunsTrainer
+
+
+class LocalRLConfig(LocalConfig):
+    """What reinforcement learning with TRL can be told."""
+
+    REFUSED_TOO: ClassVar[Refusals] = {
+        "use num_samples, max_tokens, temperature and kl_penalty_coef": (
+            "num_generations",
+            "max_completion_length",
+            "temperature",
+            "beta",
+        ),
+        "each step samples its own batch, so that a run can go on from any": (
+            "num_iterations",
+            "steps_per_generation",
+            "generation_batch_size",
+        ),
+        "its samples could not be drawn again by a run that goes on": (
+            "use_vllm",
+            "use_transformers_continuous_batching",
+            "use_transformers_paged",
+        ),
+        "its state is in no checkpoint": ("use_adaptive_entropy", "sync_ref_model"),
+    }
+
+    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of AdamW.")
+    batch_size: int = Field(8, ge=1, description="Prompts (groups) in each step.")
+    num_samples: int = Field(8, ge=2, description="Rollouts of each prompt: the group.")
+    temperature: float = Field(1.0, gt=0, description="Of sampling.")
+    max_tokens: int = Field(256, ge=1, description="Longest answer, in tokens.")
+    verifier: VerifierField = Field(
+        default_factory=lambda: {"kind": "exact_match"},
+        validate_default=True,
+        description="How answers are scored.",
+    )
+    kl_penalty_coef: float = Field(
+        0.0, ge=0, description="Holds the policy to the weights it starts from; 0 does not."
+    )
+    log_rollouts: int = Field(16, ge=0, description="Transcripts that are kept of each step.")
+
+
+class LocalRL(LocalAlgorithm):
+    """Reinforcement learning on this machine, with TRL's GRPOTrainer and our verifiers."""
+
+    name: ClassVar[str] = "local_rl"
+    Config: ClassVar[type[BaseAlgorithmConfig]] = LocalRLConfig
+
+    def __init__(self, cfg: LocalRLConfig) -> None:
+        super().__init__(cfg)
+        self._verifier = cfg.verifier.build()
+        self._heard: list[Transcript] = []
+
+    @classmethod
+    def options_class(cls) -> type:
+        """TRL's GRPOConfig."""
+        from trl import GRPOConfig
+
+        config: type = GRPOConfig
+        return config
+
+    def row_problem(self, row: Row, place: str) -> Problem | None:
+        """A row needs a prompt, without tools, and what the verifier asks for."""
+        if row.get("tools"):
+            return Problem(place, "has tools, which local_rl cannot call", "use rl for these")
+        return prompt_problem(row, place) or check_row(self._verifier, row, place)
+
+    def code(self) -> list[object]:
+        """Whose source decides the rewards: the verifier's too."""
+        return [self, *code_behind(self._verifier)]
+
+    async def setup(self, ctx: RunContext, backend: Backend) -> None:
+        """Look at every row, and give the verifier what it needs."""
+        await super().setup(ctx, backend)
+        await bind(self._verifier, backend, ctx.tokenizer)
+
+    def prepare(self, ctx: RunContext) -> int:
+        """Leave out the bad rows that may be."""
+        self._dataset = ctx.dataset.without_bad(self.row_problem)
+        self._stop = set(stop_tokens(ctx.tokenizer))
+        return len(self._dataset)
+
+    def micro_batches(self, step_idx: int) -> list[list[int]]:
+        """TRL samples a whole step's groups at its first part, and is shown them at each."""
+        group = [row for row in self.step_rows(step_idx) for _ in range(self.cfg.num_samples)]
+        return [group] * self.cfg.micro_batches
+
+    def trainer(self, arguments: dict[str, Any]) -> RunsTrainer:
+        """A GRPOTrainer that asks the verifier."""
+        from datasets import Dataset
+        from trl import GRPOTrainer
+
+        from algorithms.local.trainer import owned
+
+        cfg: LocalRLConfig = self.cfg
+        extra = {
+            "per_device_train_batch_size": (cfg.micro_batch_size or cfg.batch_size)
+            * cfg.num_samples,
+            "num_generations": cfg.num_samples,
+            "max_completion_length": cfg.max_tokens,
+            "temperature": cfg.temperature,
+            "beta": cfg.kl_penalty_coef,
+        }
+        rows = [
+            {"prompt": read_prompt(row), "row": number}
+            for number, row in enumerate(self._dataset.rows)
+        ]
+        trainer: RunsTrainer = owned(GRPOTrainer, "LocalRL")(
+            model=self.backend.model,
+            reward_funcs=self.reward,
+            args=self.options(arguments | extra),
+            train_dataset=Dataset.from_list(rows),
+            processing_class=self.context.tokenizer,
+        )
+        return trainer
+
+    def reward(
+        self, *, completion_ids: Sequence[Sequence[int]], row: Sequence[int], **_: Any
+    ) -> list[float]:
+        """What TRL asks for: the verifier's score of each answer, on the run's event loop."""
+        texts = [self._text(tokens) for tokens in completion_ids]
+
+        async def scores() -> list[float]:
+            return await asyncio.gather(*map(self._score, row, texts))
+
+        rewards = self.loop.wait(scores())
+        self._heard = [
+            self._transcript(place, number, text, reward, tokens)
+            for place, (number, text, reward, tokens) in enumerate(
+                zip(row, texts, rewards, completion_ids, strict=True)
+            )
+        ]
+        return rewards
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        kept = list(tokens)
+        while kept and kept[-1] in self._stop:
+            kept.pop()
+        return str(self.context.tokenizer.decode(kept, skip_special_tokens=True))
+
+    async def _score(self, number: int, completion: str) -> float:
+        return await score(
+            self.cfg.verifier,
+            self._verifier,
+            self._dataset.rows[number],
+            completion,
+            where="algorithm.params.verifier",
+            place=self._dataset.places[number],
+        )
+
+    def _transcript(
+        self, place: int, number: int, text: str, reward: float, tokens: Sequence[int]
+    ) -> Transcript:
+        prompt = read_prompt(self._dataset.rows[number])
+        asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        end = "stop" if tokens and tokens[-1] in self._stop else "length"
+        messages = [*asked, {"role": "assistant", "content": text}]
+        return Transcript(place // self.cfg.num_samples, messages, reward, None, end)
+
+    def transcripts(self) -> list[Transcript]:
+        """The step's first rollouts."""
+        return self._heard[: self.cfg.log_rollouts]
+
+    def metrics(self, step_idx: int, logs: Mapping[str, float]) -> dict[str, float]:
+        """The step's mean reward, over all rollouts; the rest is under TRL's names."""
+        return {"reward/mean": logs["reward"], "loss": logs["loss"]}
+
+    def setup_metrics(self) -> dict[str, float]:
+        """Rows of an epoch, and how many were left out as bad."""
+        skipped = self._dataset.bad_rows.skipped
+        return {"data/rows": float(len(self._dataset)), "data/rows_skipped": float(skipped)}

@@ -1,0 +1,348 @@
+"""A transformers model with a LoRA adapter in this process, for the algorithms that TRL trains.
+
+It keeps the model, its tokenizer and its checkpoints; the steps are TRL's (`algorithms.local`).
+Adapters are in PEFT's layout and those of the embedded engine: the same layers, the same scale, the
+same first weights from the same seed, so that a checkpoint of the one starts a run on the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
+
+from pydantic import Field
+
+from backends.base import BackendParams, ModelSpec, SamplingClient, SavedState, Tokenizer
+from backends.errors import Problem, UserError
+from backends.local_sampling import LiveSamplingClient
+from backends.local_state import read_state, write_state
+
+if TYPE_CHECKING:
+    import tinker
+    import torch
+    from tinker import types as tinker_types
+
+    from backends.base import Backend, ForwardBackwardResult, LossCallable, OptimStepResult
+
+ADAPTER = "default"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+class LocalParams(BackendParams):
+    """How the model computes on this machine."""
+
+    device: Literal["auto", "cpu", "cuda", "mps"] = Field("auto", description="Where it computes.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Of the frozen base model; auto is bfloat16 on CUDA, else float32."
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads; empty leaves torch's choice.")
+
+
+class LocalBackend:
+    """The model in training, and what is to be kept of it; its steps are taken by a trainer."""
+
+    def __init__(self, model: Any, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.spec = spec
+        self.training_state: Callable[[], Any] | None = None
+        """What a trainer has beside the weights (optimizer, random numbers), once there is one."""
+        self.resumed: Any = None
+        """The same of the checkpoint that the run goes on from; None for a fresh start."""
+        self._resumed_weights: Mapping[str, torch.Tensor] = {}
+        self._scratch = tempfile.TemporaryDirectory(prefix="flowtune-local-")
+        self._longest = int(model.config.get_text_config().max_position_embeddings)
+
+    # -- weights -------------------------------------------------------------------------------
+
+    def take_state(self, state: SavedState | None) -> None:
+        """Start from a checkpoint: its weights, and what its trainer had beside them. Blocks."""
+        if state is None:
+            return
+        if state.folder is None:
+            what = f"a local run cannot read {state.uri}"
+            raise UserError(Problem("model.init_from", what, "give the folder of a checkpoint"))
+        self.load_weights(state.folder)
+        if state.optimizer:
+            self.resumed = read_state(state.folder)
+            self._resumed_weights = self.weights()
+
+    def load_weights(self, folder: Path) -> None:
+        """Take an adapter in PEFT's layout. Raises UserError if it is another one than this."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        here = {name: tensor.shape for name, tensor in self.weights().items()}
+        there = {name: tensor.shape for name, tensor in tensors.items()}
+        if here != there:
+            name = sorted(set(here.items()) ^ set(there.items()))[0][0]
+            raise UserError(
+                Problem(
+                    "model.init_from",
+                    f"the adapter in {folder} differs from the one that is trained, in {name}",
+                    "set lora_rank, train_attn and train_mlp to what it was made with, and "
+                    "train_unembed to false there: TRL trains no adapter on lm_head",
+                )
+            )
+        self.set_weights(tensors)
+
+    def restore_weights(self) -> None:
+        """Put the weights of the checkpoint back that the run goes on from."""
+        self.set_weights(self._resumed_weights)
+
+    def set_weights(self, weights: Mapping[str, torch.Tensor], adapter: str = ADAPTER) -> None:
+        """Give an adapter of the model the weights that `weights` gave out."""
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(self.model, dict(weights), adapter_name=adapter)
+
+    def fresh_weights(self) -> None:
+        """B is 0 and A uniform in +-1/sqrt(in), drawn from the seed alone, as the engine does."""
+        import torch
+
+        generator = torch.Generator()
+        generator.manual_seed(self.spec.seed)
+        with torch.no_grad():
+            for module in self.model.modules():
+                if ADAPTER in getattr(module, "lora_A", {}):
+                    a, b = (getattr(module, f"lora_{letter}")[ADAPTER].weight for letter in "AB")
+                    bound = a.shape[1] ** -0.5
+                    a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+                    b.zero_()
+
+    def weights(self, adapter: str = ADAPTER) -> dict[str, torch.Tensor]:
+        """A copy of an adapter's weights, by their names in PEFT's files."""
+        from peft import get_peft_model_state_dict
+
+        weights = get_peft_model_state_dict(
+            self.model, adapter_name=adapter, save_embedding_layers=False
+        )
+        return {name: tensor.detach().cpu().clone() for name, tensor in weights.items()}
+
+    # -- what a run asks of a backend ------------------------------------------------------------
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model that is trained."""
+        return self.tokenizer
+
+    def snapshot_sampling_client(self, name: str | None = None) -> Awaitable[SamplingClient]:
+        """A client on the weights in training; it is to be used while no step is under way."""
+        return self._client(adapter=True)
+
+    async def open_sampling_client(
+        self, model: str | None = None, weights: str | None = None
+    ) -> SamplingClient:
+        """A client on the base model, without its adapter. Raises UserError for anything else."""
+        if weights is not None or model not in (None, self.spec.name):
+            what = "the local backend samples from the model in training and its base only"
+            raise UserError(Problem("backend.kind", what, "take embedded for other models"))
+        return await self._client(adapter=False)
+
+    async def _client(self, adapter: bool) -> SamplingClient:
+        eos = self.tokenizer.eos_token_id
+        return LiveSamplingClient(self.model, eos, self._longest, adapter)
+
+    async def save_full_state(self, name: str) -> str:
+        """Write weights and training state into the scratch folder; the run's store takes them."""
+        await asyncio.to_thread(self._save, Path(self._scratch.name) / name)
+        return f"local://{name}"
+
+    def _save(self, folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        folder.mkdir(exist_ok=True)
+        save_file(self.weights(), folder / ADAPTER_WEIGHTS)
+        _write_config(self.model.peft_config[ADAPTER], folder, self.spec.name)
+        if self.training_state is not None:
+            write_state(folder, self.training_state())
+
+    async def export_state(self, uri: str, folder: Path) -> bool:
+        """Move a saved state's files out of the scratch folder."""
+        source = Path(self._scratch.name) / uri.removeprefix("local://")
+        await asyncio.to_thread(_move_files, source, folder)
+        return True
+
+    def discard_state(self, uri: str) -> None:
+        """Nothing: saved states leave the scratch folder when they are exported."""
+
+    async def aclose(self) -> None:
+        """Remove the scratch folder. Safe to call twice."""
+        await asyncio.to_thread(self._scratch.cleanup)
+
+    # -- what only a backend with steps of its own has -------------------------------------------
+
+    def forward_backward_async(
+        self,
+        data: list[tinker.Datum],
+        *,
+        loss_fn: str,
+        loss_fn_config: dict[str, float] | None = None,
+    ) -> Awaitable[ForwardBackwardResult]:
+        """Refused: TRL takes the steps here."""
+        _no_steps()
+
+    def forward_backward_custom_async(
+        self, data: list[tinker.Datum], loss_fn: LossCallable
+    ) -> Awaitable[ForwardBackwardResult]:
+        """Refused: TRL takes the steps here."""
+        _no_steps()
+
+    def optim_step_async(self, adam: tinker_types.AdamParams) -> Awaitable[OptimStepResult]:
+        """Refused: TRL takes the steps here."""
+        _no_steps()
+
+    def save_for_sampler(self, name: str) -> Awaitable[str]:
+        """Refused: checkpoints are exported, and samplers take an adapter's folder."""
+        _no_steps()
+
+
+class LocalKind:
+    """transformers and PEFT in this process; TRL trains (local_sft, local_dpo, local_rl)."""
+
+    kind: ClassVar[str] = "local"
+    Params: ClassVar[type[BackendParams]] = LocalParams
+
+    @staticmethod
+    def check(params: LocalParams, model: ModelSpec) -> list[Problem]:
+        """That TRL is installed; the model's folder is looked at by the general checks."""
+        if importlib.util.find_spec("trl") is not None:
+            return []
+        remedy = "pip install 'flowtune[local]'"
+        return [Problem("backend.kind", "local needs TRL, which is not installed", remedy)]
+
+    @staticmethod
+    async def open(params: LocalParams, model: ModelSpec, state: SavedState | None) -> Backend:
+        """Load the model, give it its adapter, and bring both to the saved state."""
+        return await asyncio.to_thread(_open, params, model, state)
+
+
+def _open(params: LocalParams, spec: ModelSpec, state: SavedState | None) -> LocalBackend:
+    if problems := LocalKind.check(params, spec):
+        raise UserError(*problems)
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoTokenizer
+
+    from backends.engine.lora import LORA_ALPHA
+
+    if params.threads is not None:
+        torch.set_num_threads(params.threads)
+    device = _device(params.device)
+    bfloat16 = params.dtype == "bfloat16" or (params.dtype == "auto" and device == "cuda")
+    model = _load(spec.name, torch.bfloat16 if bfloat16 else torch.float32).to(device)
+    config = LoraConfig(
+        r=spec.lora_rank,
+        lora_alpha=int(LORA_ALPHA),
+        target_modules=_targets(model, spec),
+        task_type="CAUSAL_LM",
+    )
+    with torch.random.fork_rng(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks by a name that is on its way out
+        adapted = get_peft_model(model, config, adapter_name=ADAPTER)
+    backend = LocalBackend(adapted, AutoTokenizer.from_pretrained(spec.name), spec)
+    backend.fresh_weights()
+    backend.take_state(state)
+    return backend
+
+
+def _device(asked: str) -> str:
+    """Where to compute. Raises UserError for a device that is not there."""
+    import torch
+
+    there = {
+        "cuda": torch.cuda.is_available(),
+        "mps": torch.backends.mps.is_available(),
+        "cpu": True,
+    }
+    if asked == "auto":
+        return next(name for name, available in there.items() if available)
+    if not there[asked]:
+        what = f"there is no {asked} on this machine"
+        raise UserError(Problem("backend.params.device", what, "take auto"))
+    return asked
+
+
+def _load(name: str, dtype: torch.dtype) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    try:
+        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            Problem(
+                "model.name",
+                f"{name} cannot be loaded: {str(error).splitlines()[0]}",
+                "name a folder or a hub model that holds a causal language model",
+            )
+        ) from error
+
+
+def _targets(model: Any, spec: ModelSpec) -> list[str]:
+    """The names of the linear layers that get an adapter: never the head, which TRL cannot train.
+
+    With both groups on these are all of them, whatever the architecture calls them.
+    """
+    from torch import nn
+
+    from backends.engine.lora import ATTENTION_LAYERS, MLP_LAYERS
+
+    head = model.get_output_embeddings()
+    names = {
+        path.rpartition(".")[2]
+        for path, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    }
+    if not spec.train_attn:
+        names &= MLP_LAYERS
+    if not spec.train_mlp:
+        names &= ATTENTION_LAYERS
+    if not names:
+        raise UserError(
+            Problem(
+                "algorithm.params",
+                f"{spec.name} has no linear layers of the groups that are to be trained",
+                "set train_attn and train_mlp",
+            )
+        )
+    return sorted(names)
+
+
+def _write_config(config: Any, folder: Path, base_model: str) -> None:
+    """The adapter's config, the same file in every process."""
+    from peft import LoraConfig
+
+    kept = LoraConfig(
+        r=config.r,
+        lora_alpha=config.lora_alpha,
+        target_modules=None,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=base_model,
+        inference_mode=True,
+    )
+    kept.target_modules = sorted(config.target_modules)  # a set has another order in each process
+    kept.save_pretrained(str(folder))
+
+
+def _move_files(source: Path, folder: Path) -> None:
+    import shutil
+
+    for file in source.iterdir():
+        shutil.move(file, folder / file.name)
+    source.rmdir()
+
+
+def _no_steps() -> NoReturn:
+    raise UserError(
+        Problem(
+            "backend.kind",
+            "local trains with TRL only",
+            "set algorithm.kind to local_sft, local_dpo or local_rl, or backend.kind to embedded",
+        )
+    )
