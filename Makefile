@@ -1,5 +1,6 @@
 # make train   fine-tune the model that ships with flowtune
 # make test    lint, types and the suite
+# make test-slow the tests that make test leaves out: object storage with faults, killed local runs
 # make test-s3 the tests that need object storage, on a real S3 service they start themselves
 # make learn   the examples that show that every algorithm learns, about ten minutes
 # make bench   the engine beside raw PyTorch + PEFT
@@ -16,10 +17,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 KILLS ?= 50
 INPUTS := pyproject.toml constraints.txt
 
-.PHONY: help train test test-s3 learn bench fuzz chaos lint clean
+.PHONY: help train test test-slow test-s3 learn bench fuzz chaos lint clean
 
 help: ## show this
-	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-8s %s\n", $$1, $$2}'
+	@sed -n 's/^\([a-z0-9-]*\):[^#]*## /\1|/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "make %-9s %s\n", $$1, $$2}'
 
 train: .venv/.for-training ## fine-tune the shipped model: an adapter and a report under runs/
 	$(BIN)/flowtune run $(CONFIG)
@@ -27,11 +28,14 @@ train: .venv/.for-training ## fine-tune the shipped model: an adapter and a repo
 test: lint ## lint, types and the suite; it starts every server it needs
 	$(BIN)/python -m pytest
 
+test-slow: .venv/.for-tests ## the tests that make test leaves out; CI runs them behind it
+	$(BIN)/python -m pytest -m slow
+
 test-s3: .venv/.for-tests ## object storage on a real S3 service, faults on the way included
 	$(BIN)/python -m pytest -m 'slow or not slow' -k s3 tests/backends/storage \
 		tests/backends/engine/test_engine_checkpoints.py tests/flows/test_end_to_end.py
 
-learn: .venv/.for-training ## run the examples of every algorithm, and hold their held-out scores to a goal
+learn: .venv/.for-tests ## run the examples of every algorithm, and hold their held-out scores to a goal
 	$(BIN)/python -m examples.learn
 
 fuzz: .venv/.for-tests ## hostile requests: over 10,000, and others at each run

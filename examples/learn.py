@@ -44,14 +44,21 @@ class Score:
 class Lesson:
     """An example, what it starts from, and what it has to reach.
 
-    The goal is a score, or the share of the gap to a teacher's score that has to be closed.
+    The goal is a score, or the share of the gap to a teacher's score that has to be closed. `stage`
+    is the run that counts, of an example with stages.
     """
 
     name: str
-    start: str
+    start: str | None
     start_at_most: float
     at_least: float
     teacher: Score | None = None
+    stage: str | None = None
+    evaluation: str = "heldout"
+
+    def score(self, first: bool = False) -> Score:
+        """Its score, the first or the last."""
+        return Score(self.stage or run_id_of(self.name), self.evaluation, first)
 
     def goal(self, before: float, store: Path) -> float:
         """The score that has to be reached."""
@@ -85,12 +92,27 @@ LESSONS: Final = (
         at_least=0.99,
         teacher=Score("sft-arithmetic"),
     ),
+    Lesson("local_sft_arithmetic", None, start_at_most=0.10, at_least=0.99),
+    Lesson(
+        "sft_then_dpo",
+        None,
+        start_at_most=0.60,
+        at_least=0.85,
+        stage="sft-then-dpo-2-dpo",
+        evaluation="pairs",
+    ),
+    Lesson("sft_then_dpo", None, start_at_most=0.95, at_least=0.95, stage="sft-then-dpo-2-dpo"),
 )
+
+
+def run_id_of(config: str) -> str:
+    """The run of an example."""
+    return Path(config).name.replace("_", "-")
 
 
 def train(config: str, store: Path) -> float:
     """Run an example to its end; the seconds that it took, 0 if it was finished before."""
-    run_id = Path(config).name.replace("_", "-")
+    run_id = run_id_of(config)
     if (store / run_id / "result.json").exists():
         result = json.loads((store / run_id / "result.json").read_text())
         if result["status"] == "completed":
@@ -118,15 +140,16 @@ def _path_in(config: str, field: str) -> str | None:
 
 def learn(lesson: Lesson, store: Path) -> bool:
     """Run a lesson and say how it went; whether it reached its goal."""
-    train(lesson.start, store)
+    if lesson.start is not None:
+        train(lesson.start, store)
     seconds = train(lesson.name, store)
-    run = lesson.name.replace("_", "-")
-    before, after = Score(run, first=True).read(store), Score(run).read(store)
+    before, after = lesson.score(first=True).read(store), lesson.score().read(store)
     goal = lesson.goal(before, store)
     learnt = before <= lesson.start_at_most and after >= goal
     took = f"{seconds:.0f} s" if seconds else "run before"
+    what = f"{lesson.name}, {lesson.evaluation}"
     print(
-        f"{lesson.name:20} {before:.3f} -> {after:.3f}  (goal {goal:.3f}, "
+        f"{what:32} {before:.3f} -> {after:.3f}  (goal {goal:.3f}, "
         f"{'reached' if learnt else 'MISSED'}; {took})",
         flush=True,
     )
@@ -137,7 +160,7 @@ def draw(lesson: Lesson, store: Path, folder: Path) -> None:
     """The lesson's scores by step, as a picture."""
     from matplotlib.figure import Figure
 
-    points = Score(lesson.name.replace("_", "-")).points(store)
+    points = lesson.score().points(store)
     figure = Figure(figsize=(6.4, 2.6), dpi=110, layout="constrained")
     axes = figure.add_subplot()
     axes.plot(*zip(*points, strict=True), color="#2563eb", lw=1.8, marker="o", ms=4)
@@ -155,7 +178,7 @@ def draw(lesson: Lesson, store: Path, folder: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m examples.learn", description=__doc__)
-    names = [lesson.name for lesson in LESSONS]
+    names = list(dict.fromkeys(lesson.name for lesson in LESSONS))
     parser.add_argument("names", nargs="*", choices=[[], *names], metavar="NAME", default=[])
     parser.add_argument("--store", type=Path, default=Path("runs"), help="where the runs are kept")
     parser.add_argument("--curves", type=Path, default=None, help="draw the scores into a folder")

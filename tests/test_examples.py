@@ -22,7 +22,7 @@ def test_it_is_in_order(file: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [problem for problem in problems if " runs/" not in problem.what] == []
 
 
-@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda one: f"{one.name}-{one.evaluation}")
 def test_a_lesson_has_its_files(lesson: Lesson) -> None:
-    for name in (lesson.start, lesson.name):
+    for name in filter(None, (lesson.start, lesson.name)):
         assert f"examples/{name}.yaml" in FILES

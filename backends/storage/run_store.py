@@ -67,6 +67,8 @@ PACKAGES_RECORDED = (
     "torch",
     "transformers",
     "peft",
+    "trl",
+    "accelerate",
     "safetensors",
     "numpy",
     "prefect",
