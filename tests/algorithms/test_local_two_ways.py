@@ -23,6 +23,8 @@ from backends.base import SavedState
 from backends.local import LocalBackend, LocalKind, LocalParams
 from backends.storage.run_store import RunStore
 
+pytestmark = pytest.mark.slow  # an engine, TRL, and a killed process
+
 ARITHMETIC = Path("examples/data/arithmetic")
 STEPS = 12
 NEAR = 1e-6
@@ -112,7 +114,6 @@ async def test_the_loss_curves_are_the_same(stores: dict[str, RunStore]) -> None
     check_same_curves(stores["sft"], stores["local_sft"], ("train_mean_nll",))
 
 
-@pytest.mark.slow
 async def test_so_are_those_of_preferences(tmp_path: Path) -> None:
     ways = await both_ways("dpo", tmp_path)
     columns = ("loss", "dpo/margin", "rewards/chosen", "rewards/rejected")
@@ -157,7 +158,6 @@ async def test_a_checkpoint_of_the_one_starts_a_run_on_the_other(
         await backend.aclose()
 
 
-@pytest.mark.slow
 def test_a_process_that_is_killed_goes_on_exactly(tmp_path: Path) -> None:
     def flowtune(run_id: str) -> subprocess.Popen[bytes]:
         file = tmp_path / f"{run_id}.yaml"

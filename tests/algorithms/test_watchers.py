@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import importlib.util
 import logging
@@ -103,9 +104,11 @@ async def test_wandb_offline_keeps_the_run_under_its_id(
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     params = {"mode": "offline", "folder": str(tmp_path), "project": "p"}
     await finished(experiment(tmp_path / "runs", callbacks=[of_kind("wandb", **params)]))
-    logged = the_only(tmp_path, "wandb/offline-run-*-a/run-a.wandb").read_bytes()
-    for words in (b"train_mean_nll", b"val/val/reward/mean", b"algorithm"):
-        assert words in logged
+    file = the_only(tmp_path, "wandb/offline-run-*-a/run-a.wandb")
+    words = (b"train_mean_nll", b"val/val/reward/mean", b"algorithm")
+    async with asyncio.timeout(20):  # a process of wandb's own writes it, and may do so later
+        while not all(word in file.read_bytes() for word in words):
+            await asyncio.sleep(0.05)
 
 
 @pytest.fixture

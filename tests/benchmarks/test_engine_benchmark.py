@@ -33,6 +33,7 @@ def document(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return written
 
 
+@pytest.mark.slow
 def test_every_row_is_measured(document: dict[str, Any]) -> None:
     assert list(document["rows"]) == [row.name for row in ROWS]
     for name, row in document["rows"].items():
@@ -43,6 +44,7 @@ def test_every_row_is_measured(document: dict[str, Any]) -> None:
             assert row["figures"] == [row["engine"][0] / row["raw"][0]]
 
 
+@pytest.mark.slow
 def test_it_says_what_it_ran_on(document: dict[str, Any]) -> None:
     assert {"cpu", "cores", "torch", "python"} <= document["machine"].keys()
     assert document["options"]["threads"] == 1

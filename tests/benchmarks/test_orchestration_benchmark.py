@@ -10,6 +10,7 @@ import pytest
 from benchmarks.orchestration import Figure, main
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server")
 def test_both_loops_run_and_nothing_is_lost_of_a_long_run(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"

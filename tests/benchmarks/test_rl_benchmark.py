@@ -25,6 +25,7 @@ def in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_server", "in_the_repository")
 def test_a_row_is_measured(tmp_path: Path) -> None:
     file, threads = tmp_path / "figures.json", torch.get_num_threads()
