@@ -384,6 +384,12 @@ class LiveRun:
         if builds:
             await asyncio.wait(builds)
 
+    def _drop_builds(self, steps_done: int) -> None:
+        """End the batches that come of no weights before these; a save may wait for the others."""
+        for step, building in self._builds.items():
+            if self._built_after(step) >= steps_done:
+                building.cancel()
+
     async def _unless_stopping(self, building: asyncio.Task[Any]) -> bool:
         """Wait for a batch; False if the run is to stop instead."""
         asked = asyncio.ensure_future(self._stopping.wait())
@@ -395,9 +401,7 @@ class LiveRun:
         return True
 
     async def _stop(self, operations: Operations, start: int, done: int) -> None:
-        for step, building in self._builds.items():
-            if self._built_after(step) >= done:
-                building.cancel()
+        self._drop_builds(done)
         if done > start:
             self._start_save(operations, done)
             self._saves[done].recorded.set()  # its row was there before the save was thought of
@@ -423,7 +427,7 @@ class LiveRun:
         self, operations: Operations, segment: tuple[int, int], done: int, end: EarlyEnd
     ) -> None:
         """Make `done` the last step: what is due after that one is evaluated, and a checkpoint."""
-        await self._cancel_builds()
+        self._drop_builds(done)
         for name, prepared in self.evaluations.items():
             if not prepared.is_due(done, self.plan.total_steps) and prepared.is_due(done, done):
                 self._start_evaluation(operations, name, done)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from algorithms.base import RunContext, TrainingBatch, Transcript
+from algorithms.callbacks import Callback, EarlyEnd
 from algorithms.experiment import AlgorithmSection, Experiment
 from algorithms.mock_sft import MockSFT
 from algorithms.opening import open_live_run
@@ -312,6 +313,29 @@ async def test_a_run_of_empty_batches_has_failed(tmp_path: Path, on_policy: type
     run = await opened(tmp_path)
     with pytest.raises(UserError, match="none of the 6 batches held anything to train on"):
         await segments(run, 3, 6)
+    await run.cancel()
+
+
+class Enough(Callback):
+    """Wants the run to end after three steps."""
+
+    def early_end(self) -> EarlyEnd | None:
+        return EarlyEnd(3, "enough")
+
+
+async def test_a_run_that_ends_early_keeps_the_checkpoint_it_ends_with(
+    tmp_path: Path, on_policy: type[OnPolicy]
+) -> None:
+    on_policy.staleness = 1
+    on_policy.hold_back = {3: asyncio.Event()}
+    run = await opened(tmp_path)
+    run.callbacks.append(Enough())
+    await run.run_segment(run, 0, 3)
+    assert run.ended_early == "enough"
+    on_policy.hold_back[3].set()
+    async with asyncio.timeout(10):
+        await run.settle()
+    assert run.store.checkpoint_steps() == [3]
     await run.cancel()
 
 
