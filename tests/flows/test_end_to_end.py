@@ -170,6 +170,7 @@ def test_kill_9_then_the_same_command_ends_with_the_same_bits(
     assert [row["step"] for row in kept] == list(range(1, 25))
 
 
+@pytest.mark.slow
 async def test_a_server_of_ones_own_trains_and_resumes_the_same(
     prefect_server: PrefectServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,6 +195,7 @@ async def test_a_server_of_ones_own_trains_and_resumes_the_same(
     assert untimed(tmp_path / "served") == untimed(tmp_path / "embedded")
 
 
+@pytest.mark.slow
 def test_the_same_yaml_on_s3(prefect_server: PrefectServer, s3_uri: str, shipped_run: Path) -> None:
     from backends.storage.run_store import RunStore
 
