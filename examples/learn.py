@@ -101,7 +101,7 @@ LESSONS: Final = (
         stage="sft-then-dpo-2-dpo",
         evaluation="pairs",
     ),
-    Lesson("sft_then_dpo", None, start_at_most=0.95, at_least=0.95, stage="sft-then-dpo-2-dpo"),
+    Lesson("sft_then_dpo", None, start_at_most=0.90, at_least=0.90, stage="sft-then-dpo-2-dpo"),
 )
 
 
