@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from algorithms.base import BaseAlgorithmConfig, RunContext
 from algorithms.data.pairs import render_pairs
@@ -51,6 +51,15 @@ class LocalDPOConfig(LocalConfig):
         description="A prompt with its answer is cut at this many tokens; empty: at the model's "
         "limit.",
     )
+
+    @field_validator("label_smoothing")
+    @classmethod
+    def _smooths_something(cls, share: float, info: ValidationInfo) -> float:
+        if share and info.data.get("loss_type") != "robust":
+            raise ValueError(
+                "counts in TRL with loss_type: robust only; leave it out, or train with dpo"
+            )
+        return share
 
 
 class LocalDPO(LocalAlgorithm):

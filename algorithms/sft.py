@@ -104,15 +104,7 @@ class SFT(BaseAlgorithm):
 
     def setup_metrics(self) -> dict[str, float]:
         """Rows and tokens of an epoch, and how many rows were cut, dropped, or skipped as bad."""
-        done = self._rendering
-        return {
-            "data/rows": float(len(done.rows)),
-            "data/rows_cut": float(done.cut),
-            "data/rows_dropped": float(done.dropped),
-            "data/rows_skipped": float(done.skipped),
-            "data/tokens": float(done.tokens_total),
-            "data/tokens_supervised": float(done.tokens_supervised),
-        }
+        return self._rendering.metrics()
 
 
 def _check_fits(rendering: Rendering, budget: int) -> None:

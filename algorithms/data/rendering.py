@@ -110,6 +110,17 @@ class Rendering:
     tokens_supervised: int
     """Tokens that the loss counts, once per epoch."""
 
+    def metrics(self) -> dict[str, float]:
+        """Rows and tokens of an epoch, and how many rows were cut, dropped, or skipped as bad."""
+        return {
+            "data/rows": float(len(self.rows)),
+            "data/rows_cut": float(self.cut),
+            "data/rows_dropped": float(self.dropped),
+            "data/rows_skipped": float(self.skipped),
+            "data/tokens": float(self.tokens_total),
+            "data/tokens_supervised": float(self.tokens_supervised),
+        }
+
 
 def render_rows(
     dataset: Dataset,

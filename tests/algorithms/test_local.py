@@ -24,6 +24,7 @@ from algorithms.callbacks import Callback, EarlyEnd
 from algorithms.experiment import Experiment, parse_experiment
 from algorithms.local.options import REFUSED, LocalConfig, refused
 from algorithms.local.run import OwnLoopRun
+from algorithms.local_dpo import LocalDPOConfig
 from algorithms.opening import open_live_run
 from algorithms.registry import ALGORITHMS
 from algorithms.run import RunStopped
@@ -514,3 +515,9 @@ async def test_what_the_sampler_cannot_do_is_refused(backend: LocalBackend) -> N
         await sample(backend, prompt * 200)
     with pytest.raises(UserError, match="local trains with TRL only"):
         await backend.forward_backward_async([], loss_fn="cross_entropy")
+
+
+def test_smoothing_that_trl_would_leave_out_is_refused() -> None:
+    assert LocalDPOConfig(loss_type="robust", label_smoothing=0.1).label_smoothing == 0.1
+    with pytest.raises(ValueError, match="robust only"):
+        LocalDPOConfig(label_smoothing=0.1)

@@ -138,12 +138,14 @@ async def test_rows_are_looked_at_before_anything_starts() -> None:
 async def test_an_environment_with_a_reward_of_its_own_asks_nothing_for_the_verifier() -> None:
     params = {"environment": {"kind": "guess_number"}, "batch_size": 1}
     given = spec([{"number": 1}], **params)
-    await set_up(given, await open_backend(given))
+    algorithm = await set_up(given, await open_backend(given))
+    assert algorithm.setup_metrics() == {"data/rows": 1.0, "data/rows_skipped": 0.0}
 
 
 async def test_an_agent_may_take_any_row() -> None:
     given = spec([{"ask": "a"}], agent_import_path=f"{__name__}:agent", batch_size=1)
-    await set_up(given, await open_backend(given))
+    algorithm = await set_up(given, await open_backend(given))
+    assert algorithm.setup_metrics() == {"data/rows": 1.0, "data/rows_skipped": 0.0}
 
 
 async def test_bad_rows_are_left_out_as_far_as_the_data_allows() -> None:
