@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from algorithms.data.dataset import Dataset, Row, dataset_problems, shorten
+from algorithms.data.dataset import Dataset, dataset_problems, shorten
+from algorithms.data.shapes import Row
 from algorithms.document import Document, explain, read_document, with_overrides
 from algorithms.evaluators import evaluation_problems
 from algorithms.experiment import (

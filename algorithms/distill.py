@@ -11,7 +11,7 @@ import numpy.typing as npt
 from pydantic import Field
 
 from algorithms.base import BaseAlgorithmConfig, RunContext, TrainingBatch
-from algorithms.data.dataset import Row, prompt_problem, read_prompt
+from algorithms.data.shapes import Row, prompt_problem, read_prompt
 from algorithms.distilling import Distilling, DistillingConfig, Question, Scored
 from algorithms.rollouts.scenes import dressed
 from algorithms.rollouts.trajectory import Turn

@@ -24,8 +24,9 @@ from algorithms.base import (
     TrainingBatch,
     Transcript,
 )
-from algorithms.data.dataset import Message, Row, batch_rows, steps_per_epoch
+from algorithms.data.order import batch_rows, steps_per_epoch
 from algorithms.data.rendering import model_limit, stop_tokens
+from algorithms.data.shapes import Message, Row
 from algorithms.rollouts.chat import Voice
 from algorithms.rollouts.runner import seed_of, together
 from algorithms.rollouts.trajectory import Turn, sampled_turn, segments, to_datum

@@ -13,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from algorithms.data.dataset import nearest_file
+from algorithms.data.files import nearest_file
 from algorithms.sections import OneOf
 from backends.errors import Problem, UserError
 from backends.registry import Registry

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from algorithms.data.dataset import Dataset, Row, load_dataset
+from algorithms.data.dataset import Dataset, load_dataset
+from algorithms.data.shapes import Row
 from algorithms.experiment import Experiment
 from algorithms.model_facts import Shapes, file_of, read_config, text_config, weight_shapes
 from algorithms.registry import algorithm_class

@@ -21,18 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from algorithms.data.dataset import (
-    Dataset,
-    PlainText,
-    Row,
-    dataset_problems,
-    expected_answer,
-    last_assistant,
-    load_dataset,
-    read_example,
-    row_problem,
-    shorten,
-)
+from algorithms.data.dataset import Dataset, dataset_problems, load_dataset, shorten
 from algorithms.data.pairs import render_pairs
 from algorithms.data.rendering import (
     Rendered,
@@ -42,7 +31,16 @@ from algorithms.data.rendering import (
     render_rows,
     stop_tokens,
 )
-from algorithms.data.shapes import preference_problem, read_preference
+from algorithms.data.shapes import (
+    PlainText,
+    Row,
+    expected_answer,
+    last_assistant,
+    preference_problem,
+    read_example,
+    read_preference,
+    row_problem,
+)
 from algorithms.rewards.metrics import likelihood_metrics, reward_metrics
 from algorithms.rewards.scoring import bind, check_row, code_behind, score
 from algorithms.rewards.section import VerifierSection

@@ -12,8 +12,9 @@ import numpy as np
 import numpy.typing as npt
 
 from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig, RunContext, TrainingBatch
-from algorithms.data.dataset import Row, batch_rows, steps_per_epoch
+from algorithms.data.order import batch_rows, steps_per_epoch
 from algorithms.data.rendering import model_limit, stop_tokens
+from algorithms.data.shapes import Row
 from algorithms.rewards.scoring import bind, check_row, code_behind, score
 from algorithms.rl_config import RLConfig
 from algorithms.rollouts.chat import Voice

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from algorithms.base import BaseAlgorithmConfig, RunContext, TrainingBatch
-from algorithms.data.dataset import (
+from algorithms.data.shapes import (
     Conversation,
     Message,
     PlainText,

@@ -17,50 +17,11 @@ from typing import ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from algorithms.data.files import nearest_file
-from algorithms.data.order import batch_rows, epoch_order, steps_per_epoch
-from algorithms.data.shapes import (
-    EXAMPLE_ROW,
-    Conversation,
-    Message,
-    PlainText,
-    Row,
-    expected_answer,
-    last_assistant,
-    prompt_problem,
-    read_example,
-    read_prompt,
-    row_problem,
-)
+from algorithms.data.shapes import EXAMPLE_ROW, Row, row_problem
 from algorithms.data.spool import Lazy, Spool
 from algorithms.data.transforms import RowTransform, TransformField
 from backends.errors import Problem, UserError
 from backends.registry import Registry
-
-__all__ = [
-    "DATA_SOURCES",
-    "BadRows",
-    "Conversation",
-    "DataSource",
-    "Dataset",
-    "Message",
-    "PlainText",
-    "Record",
-    "Row",
-    "batch_rows",
-    "dataset_problems",
-    "epoch_order",
-    "expected_answer",
-    "last_assistant",
-    "load_dataset",
-    "nearest_file",
-    "prompt_problem",
-    "read_example",
-    "read_prompt",
-    "row_problem",
-    "shorten",
-    "steps_per_epoch",
-]
 
 SHOWN_PROBLEMS = 20
 

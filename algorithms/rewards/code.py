@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from algorithms.data.dataset import Row
+from algorithms.data.shapes import Row
 from algorithms.rewards import sandbox
 from algorithms.rewards.verifiers import VerifierConfig
 from backends.errors import Problem, UserError

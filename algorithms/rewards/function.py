@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, Field, JsonValue, model_validator
 
-from algorithms.data.dataset import Row
+from algorithms.data.shapes import Row
 from algorithms.imports import import_path
 from algorithms.rewards.verifiers import VerifierConfig
 

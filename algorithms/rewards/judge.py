@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, Field, field_validator
 
-from algorithms.data.dataset import Row, last_assistant
 from algorithms.data.rendering import chat_prompt, stop_tokens
+from algorithms.data.shapes import Row, last_assistant
 from algorithms.rewards.text import compiled
 from algorithms.rewards.verifiers import AnswerConfig
 from backends.base import Backend, SamplingClient, Tokenizer

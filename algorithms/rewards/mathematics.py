@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from pydantic import BaseModel, Field
 
-from algorithms.data.dataset import Row
+from algorithms.data.shapes import Row
 from algorithms.rewards.verifiers import AnswerConfig
 from backends.errors import Problem, UserError
 

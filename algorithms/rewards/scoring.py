@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, Protocol, runtime_checkable
 from weakref import WeakKeyDictionary
 
-from algorithms.data.dataset import Row
+from algorithms.data.shapes import Row
 from algorithms.rewards.section import VerifierSection
 from algorithms.rewards.verifiers import Verifier
 from backends.base import Backend, Tokenizer

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from algorithms.data.dataset import Row, last_assistant
+from algorithms.data.shapes import Row, last_assistant
 from algorithms.rewards.verifiers import AnswerConfig, VerifierConfig
 from backends.errors import Problem, UserError
 

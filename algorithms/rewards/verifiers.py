@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from algorithms.data.dataset import Row, expected_answer, last_assistant
+from algorithms.data.shapes import Row, expected_answer, last_assistant
 from backends.errors import Problem, UserError
 from backends.registry import Registry
 

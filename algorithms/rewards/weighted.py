@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
-from algorithms.data.dataset import Row
+from algorithms.data.shapes import Row
 from algorithms.rewards import scoring
 from algorithms.rewards.section import VerifierSection
 from algorithms.rewards.verifiers import VERIFIERS, VerifierConfig

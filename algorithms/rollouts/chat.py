@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from algorithms.data.dataset import Message
 from algorithms.data.rendering import chat_text, plain_prompt, text_tokens
+from algorithms.data.shapes import Message
 from algorithms.rollouts.trajectory import Turn, sampled_turn
 from backends.base import SamplingClient, Tokenizer
 

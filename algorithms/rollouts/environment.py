@@ -17,7 +17,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
-from algorithms.data.dataset import Message, Row
+from algorithms.data.shapes import Message, Row
 from algorithms.sections import OneOf, Section, with_params
 from backends.errors import Problem
 from backends.registry import Registry

@@ -8,7 +8,7 @@ from typing import ClassVar
 from pydantic import Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
-from algorithms.data.dataset import Message, Row
+from algorithms.data.shapes import Message, Row
 from algorithms.rollouts.environment import Environment, EnvironmentConfig, Step
 from backends.errors import Problem, UserError
 

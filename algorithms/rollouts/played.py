@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from algorithms.data.dataset import Dataset, Row
+from algorithms.data.dataset import Dataset
 from algorithms.data.rendering import model_limit, stop_tokens
+from algorithms.data.shapes import Row
 from algorithms.evaluators import PreparedEvaluation, Sample, ScoredRow
 from algorithms.rewards.metrics import reward_metrics
 from algorithms.rewards.scoring import bind, code_behind, score

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from algorithms.beside import first_error
-from algorithms.data.dataset import Row
+from algorithms.data.shapes import Row
 from algorithms.rollouts.chat import ChatClient, Opening, Voice
 from algorithms.rollouts.environment import Scorer
 from algorithms.rollouts.scenes import Outcome, Scene, Stage

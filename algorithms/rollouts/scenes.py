@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from algorithms.data.dataset import Message, Row
+from algorithms.data.shapes import Message, Row
 from algorithms.imports import import_path
 from algorithms.rollouts.chat import ChatClient, RolloutOver
 from algorithms.rollouts.environment import ENVIRONMENTS, Environment, EnvironmentSection, Scorer

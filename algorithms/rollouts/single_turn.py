@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from algorithms.data.dataset import Message, Row, prompt_problem, read_prompt
+from algorithms.data.shapes import Message, Row, prompt_problem, read_prompt
 from algorithms.rollouts.environment import Environment, Step
 from backends.errors import Problem
 

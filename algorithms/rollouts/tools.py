@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 
-from algorithms.data.dataset import Message, Row, prompt_problem, read_prompt
+from algorithms.data.shapes import Message, Row, prompt_problem, read_prompt
 from algorithms.imports import import_path
 from algorithms.rewards.structured import ToolCall, calls_in
 from algorithms.rollouts.environment import Environment, EnvironmentConfig, Step

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from algorithms.data.dataset import Message
+from algorithms.data.shapes import Message
 from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from tinker import types as tinker_types
 
-from algorithms.data.dataset import Row
 from algorithms.data.rendering import stop_tokens
+from algorithms.data.shapes import Row
 from algorithms.rollouts.chat import ChatClient, Voice
 from algorithms.rollouts.environment import (
     Environment,

@@ -15,7 +15,7 @@ import numpy as np
 from pydantic import Field
 
 from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig, RunContext, TrainingBatch
-from algorithms.data.dataset import batch_rows, steps_per_epoch
+from algorithms.data.order import batch_rows, steps_per_epoch
 from algorithms.data.rendering import plain_prompt
 from algorithms.registry import register_algorithm
 from backends.base import Backend

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from algorithms.data.dataset import Message
+from algorithms.data.shapes import Message
 from algorithms.rollouts.chat import ChatClient
 from algorithms.rollouts.environment import Environment, Step
 from algorithms.rollouts.examples import anchored, kl_penalised, scored
