@@ -32,6 +32,7 @@ from algorithms.data.rendering import Supervise
 from algorithms.data.transforms import TRANSFORMS
 from algorithms.document import Document, explain, read_document, with_overrides
 from algorithms.imports import import_modules
+from algorithms.local.options import LocalConfig
 from algorithms.registry import ALGORITHMS, CALLBACKS
 from algorithms.rewards.metrics import direction_of
 from algorithms.rewards.section import VerifierField
@@ -40,7 +41,7 @@ from algorithms.rollouts.environment import ENVIRONMENTS, EnvironmentField
 from algorithms.sections import OneOf, Section, forget_sections, with_params
 from backends.base import BackendKind, BackendParams, ModelSpec
 from backends.errors import UserError
-from backends.local import LocalKind
+from backends.local import LocalKind, LocalParams
 from backends.registry import BACKENDS, Row
 from backends.storage.checkpoints import Best, Retention
 
@@ -340,7 +341,7 @@ class Experiment(WithImports):
     def _who_takes_the_steps(cls, backend: BackendSection, info: ValidationInfo) -> BackendSection:
         if "algorithm" not in info.data:
             return backend
-        kind = info.data["algorithm"].kind
+        kind, params = info.data["algorithm"].kind, info.data["algorithm"].params
         algorithm = ALGORITHMS[kind]
         if issubclass(algorithm, OwnLoop) and backend.kind != algorithm.default_backend:
             raise ValueError(
@@ -352,6 +353,8 @@ class Experiment(WithImports):
                 f"the backend 'local' is for algorithms that TRL trains, not for {kind}: set "
                 "algorithm.kind to local_sft, local_dpo or local_rl, or take embedded"
             )
+        if isinstance(params, LocalConfig) and isinstance(backend.params, LocalParams):
+            params.passes(backend.params.num_processes)
         return backend
 
     @field_validator("checkpoints")

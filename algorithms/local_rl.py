@@ -104,7 +104,9 @@ class LocalRL(LocalAlgorithm):
     def micro_batches(self, step_idx: int) -> list[list[int]]:
         """TRL samples a whole step's groups at its first part, and is shown them at each."""
         group = [row for row in self.step_rows(step_idx) for _ in range(self.cfg.num_samples)]
-        return [group] * self.cfg.micro_batches
+        share = len(group) // self.backend.num_processes
+        own = group[self.backend.rank * share :][:share]
+        return [own] * self._passes
 
     def trainer(self, arguments: dict[str, Any]) -> RunsTrainer:
         """A GRPOTrainer that asks the verifier."""
@@ -115,8 +117,7 @@ class LocalRL(LocalAlgorithm):
 
         cfg: LocalRLConfig = self.cfg
         extra = {
-            "per_device_train_batch_size": (cfg.micro_batch_size or cfg.batch_size)
-            * cfg.num_samples,
+            "per_device_train_batch_size": self.rows_a_pass * cfg.num_samples,
             "num_generations": cfg.num_samples,
             "max_completion_length": cfg.max_tokens,
             "temperature": cfg.temperature,

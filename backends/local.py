@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import tempfile
 import warnings
 from collections.abc import Awaitable, Callable, Mapping
@@ -40,16 +41,35 @@ class LocalParams(BackendParams):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Of the frozen base model; auto is bfloat16 on CUDA, else float32."
     )
-    threads: int | None = Field(None, ge=1, description="CPU threads; empty leaves torch's choice.")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of each process; empty leaves torch's choice, or an even share.",
+    )
+    num_processes: int = Field(
+        1,
+        ge=1,
+        description="Processes that share each step, through accelerate; one GPU each on CUDA.",
+    )
 
 
 class LocalBackend:
     """The model in training, and what is to be kept of it; its steps are taken by a trainer."""
 
-    def __init__(self, model: Any, tokenizer: Tokenizer, spec: ModelSpec) -> None:
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Tokenizer,
+        spec: ModelSpec,
+        rank: int = 0,
+        num_processes: int = 1,
+    ) -> None:
         self.model = model
         self.tokenizer = tokenizer
         self.spec = spec
+        self.rank = rank
+        """Which of the processes that share each step this is; 0 has the run."""
+        self.num_processes = num_processes
         self.training_state: Callable[[], Any] | None = None
         """What a trainer has beside the weights (optimizer, random numbers), once there is one."""
         self.resumed: Any = None
@@ -90,6 +110,14 @@ class LocalBackend:
                 )
             )
         self.set_weights(tensors)
+
+    def write_start(self, folder: Path) -> None:
+        """Write what the run starts or goes on from, for `take_state` of another process."""
+        from safetensors.torch import save_file
+
+        save_file(self.weights(), folder / ADAPTER_WEIGHTS)
+        if self.resumed is not None:
+            write_state(folder, self.resumed)
 
     def restore_weights(self) -> None:
         """Put the weights of the checkpoint back that the run goes on from."""
@@ -209,31 +237,53 @@ class LocalKind:
 
     @staticmethod
     def check(params: LocalParams, model: ModelSpec) -> list[Problem]:
-        """That TRL is installed; the model's folder is looked at by the general checks."""
-        if importlib.util.find_spec("trl") is not None:
-            return []
-        remedy = "pip install 'flowtune[local]'"
-        return [Problem("backend.kind", "local needs TRL, which is not installed", remedy)]
+        """That TRL is installed, and that no launcher starts the run several times."""
+        problems = []
+        if importlib.util.find_spec("trl") is None:
+            what, remedy = (
+                "local needs TRL, which is not installed",
+                "pip install 'flowtune[local]'",
+            )
+            problems.append(Problem("backend.kind", what, remedy))
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            problems.append(
+                Problem(
+                    "backend.params.num_processes",
+                    "a launcher (torchrun, accelerate launch) started this run several times",
+                    "start it once, by `flowtune run`, and say here how many processes it may have",
+                )
+            )
+        return problems
 
     @staticmethod
     async def open(params: LocalParams, model: ModelSpec, state: SavedState | None) -> Backend:
         """Load the model, give it its adapter, and bring both to the saved state."""
-        return await asyncio.to_thread(_open, params, model, state)
+        return await asyncio.to_thread(open_local, params, model, state)
 
 
-def _open(params: LocalParams, spec: ModelSpec, state: SavedState | None) -> LocalBackend:
+def open_local(
+    params: LocalParams, spec: ModelSpec, state: SavedState | None, rank: int = 0
+) -> LocalBackend:
+    """Load the model, give it its adapter, and bring both to the saved state. Blocks.
+
+    `rank` says which of the processes it is for. Raises UserError for a model or a device that
+    will not do.
+    """
     if problems := LocalKind.check(params, spec):
         raise UserError(*problems)
+    if params.num_processes > 1:  # what it would log of unused parameters is meant
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
     from peft import LoraConfig, get_peft_model
     from transformers import AutoTokenizer
 
     from backends.engine.lora import LORA_ALPHA
 
-    if params.threads is not None:
-        torch.set_num_threads(params.threads)
-    device = _device(params.device)
-    bfloat16 = params.dtype == "bfloat16" or (params.dtype == "auto" and device == "cuda")
+    device = _device(params, rank)
+    if (threads := _threads(params, device)) is not None:
+        torch.set_num_threads(threads)
+    on_cuda = device.startswith("cuda")
+    bfloat16 = params.dtype == "bfloat16" or (params.dtype == "auto" and on_cuda)
     model = _load(spec.name, torch.bfloat16 if bfloat16 else torch.float32).to(device)
     config = LoraConfig(
         r=spec.lora_rank,
@@ -244,14 +294,15 @@ def _open(params: LocalParams, spec: ModelSpec, state: SavedState | None) -> Loc
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks by a name that is on its way out
         adapted = get_peft_model(model, config, adapter_name=ADAPTER)
-    backend = LocalBackend(adapted, AutoTokenizer.from_pretrained(spec.name), spec)
+    tokenizer = AutoTokenizer.from_pretrained(spec.name)
+    backend = LocalBackend(adapted, tokenizer, spec, rank, params.num_processes)
     backend.fresh_weights()
     backend.take_state(state)
     return backend
 
 
-def _device(asked: str) -> str:
-    """Where to compute. Raises UserError for a device that is not there."""
+def _device(params: LocalParams, rank: int) -> str:
+    """Where a process computes. Raises UserError for a device that is not there."""
     import torch
 
     there = {
@@ -259,12 +310,24 @@ def _device(asked: str) -> str:
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    if asked == "auto":
-        return next(name for name, available in there.items() if available)
-    if not there[asked]:
-        what = f"there is no {asked} on this machine"
+    device: str = params.device
+    if device == "auto":
+        device = next(name for name, available in there.items() if available)
+    if not there[device]:
+        what = f"there is no {device} on this machine"
         raise UserError(Problem("backend.params.device", what, "take auto"))
-    return asked
+    several = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device, params.num_processes)
+    if params.num_processes > several:
+        what = f"there are {params.num_processes} processes, and {several} {device} device(s)"
+        raise UserError(Problem("backend.params.num_processes", what, f"take {several} at most"))
+    return f"cuda:{rank}" if device == "cuda" else device
+
+
+def _threads(params: LocalParams, device: str) -> int | None:
+    """CPU threads of a process; None leaves torch's choice."""
+    if params.threads is None and device == "cpu" and params.num_processes > 1:
+        return max((os.cpu_count() or 1) // params.num_processes, 1)
+    return params.threads
 
 
 def _load(name: str, dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from algorithms.base import OwnLoop, RunContext, StepLoop, Transcript
 from algorithms.data.order import batch_rows, steps_per_epoch
 from algorithms.local.options import LocalConfig, check_names
+from algorithms.local.processes import Follower, Leader, announced, led
 from algorithms.schedules import learning_rate_at
 from backends.base import Backend
 from backends.errors import Problem, UserError
@@ -56,8 +57,9 @@ class LocalAlgorithm(OwnLoop):
         self.backend = backend
         self.context = ctx
         self.rows = await asyncio.to_thread(self.prepare, ctx)
+        self._passes = cfg.passes(backend.num_processes)
         self._steps_per_epoch = steps_per_epoch(self.rows, cfg.batch_size)
-        if cfg.micro_batches > 1:
+        if self._passes * backend.num_processes > 1:
             self._steps_per_epoch = self.rows // cfg.batch_size
         if not self._steps_per_epoch:
             what = f"there are {self.rows} rows, which fill no batch of {cfg.batch_size}"
@@ -71,23 +73,33 @@ class LocalAlgorithm(OwnLoop):
         return batch_rows(self.rows, self.cfg.batch_size, seed, epoch * per_epoch + step)
 
     def micro_batches(self, step_idx: int) -> list[list[int]]:
-        """The rows of a step, in the parts that go through the model one after the other."""
+        """This process's rows of a step, in the parts that go through the model one by one."""
         rows = self.step_rows(step_idx)
-        size = self.cfg.micro_batch_size or len(rows)
-        return [rows[start : start + size] for start in range(0, len(rows), size)]
+        size = -(-len(rows) // (self._passes * self.backend.num_processes))
+        parts = [rows[start : start + size] for start in range(0, len(rows), size)]
+        return parts[self.backend.rank :: self.backend.num_processes]
 
     def transcripts(self) -> list[Transcript]:
         """What the last step was trained on, where that is worth reading."""
         return []
 
     def run_loop(self, loop: StepLoop) -> None:
-        """TRL's loop, from the first step to the last. Blocks."""
+        """TRL's loop, from the first step to the last, in as many processes as asked for. Blocks.
+
+        Raises StateLostError if one of the other processes is lost.
+        """
+        with led(self.context, self.backend, loop) as leader:
+            self.take_steps(leader)
+
+    def take_steps(self, loop: Leader | Follower) -> None:
+        """TRL's loop in this process. Blocks."""
         from algorithms.local.trainer import Plan, quiet
 
         self.loop = loop
         quiet()
         with tempfile.TemporaryDirectory(prefix="flowtune-trl-") as folder:
-            trainer = self.trainer(self._arguments(folder))
+            with announced(self.backend):
+                trainer = self.trainer(self._arguments(folder))
             plan = Plan(
                 self.backend,
                 loop,
@@ -99,6 +111,12 @@ class LocalAlgorithm(OwnLoop):
             trainer.follow(plan)
             trainer.train_from(Path(folder))
 
+    @property
+    def rows_a_pass(self) -> int:
+        """How many rows go through the model at a time in each process."""
+        size: int = self.cfg.batch_size // (self._passes * self.backend.num_processes)
+        return size
+
     def _learning_rate(self, step_idx: int) -> float:
         cfg: LocalConfig = self.cfg
         return learning_rate_at(step_idx, self.total_steps, cfg.learning_rate, cfg.schedule)
@@ -109,8 +127,8 @@ class LocalAlgorithm(OwnLoop):
         device = self.backend.model.device.type
         return {
             "output_dir": folder,
-            "per_device_train_batch_size": cfg.micro_batch_size or cfg.batch_size,
-            "gradient_accumulation_steps": cfg.micro_batches,
+            "per_device_train_batch_size": self.rows_a_pass,
+            "gradient_accumulation_steps": self._passes,
             "max_steps": self.total_steps,
             "learning_rate": cfg.learning_rate,
             "adam_beta1": cfg.beta1,
@@ -129,6 +147,9 @@ class LocalAlgorithm(OwnLoop):
             "bf16": False,  # the weights have the dtype of the backend
             "gradient_checkpointing": False,
             "dataloader_pin_memory": device == "cuda",
+            # Without it torch orders the gradients anew after the first step, also that of a run
+            # that goes on, and three or more processes would add them up in another order.
+            "ddp_find_unused_parameters": True,
             **cfg.trainer,
         }
 

@@ -127,12 +127,17 @@ REFUSED: Refusals = {
         "remove_unused_columns",
         "label_names",
     ),
-    "a run trains in one process": (
+    "every process holds the whole model, and backend.params.num_processes says how many": (
         "deepspeed",
         "fsdp",
         "fsdp_config",
         "parallelism_config",
         "local_rank",
+        "ddp_backend",
+        "ddp_timeout",
+        "ddp_find_unused_parameters",
+        "ddp_static_graph",
+        "average_tokens_across_devices",
     ),
 }
 """What no TRL trainer may be told here."""
@@ -177,17 +182,27 @@ class LocalConfig(BaseAlgorithmConfig):
 
     @model_validator(mode="after")
     def _whole_micro_batches(self) -> LocalConfig:
-        if self.micro_batch_size is not None and self.batch_size % self.micro_batch_size:
-            raise ValueError(
-                f"batch_size {self.batch_size} is no multiple of micro_batch_size "
-                f"{self.micro_batch_size}"
-            )
+        self.passes(num_processes=1)
         return self
 
-    @property
-    def micro_batches(self) -> int:
-        """Passes through the model for each optimizer step."""
-        return self.batch_size // (self.micro_batch_size or self.batch_size)
+    def passes(self, num_processes: int) -> int:
+        """Passes through the model for each optimizer step, in each process.
+
+        Raises ValueError if batch_size cannot be dealt out evenly.
+        """
+        if self.batch_size % num_processes:
+            raise ValueError(
+                f"batch_size {self.batch_size} is no multiple of num_processes {num_processes}"
+            )
+        rows = self.batch_size // num_processes
+        size = self.micro_batch_size or rows
+        if rows % size:
+            share = f"gives each of {num_processes} processes {rows} rows, which are"
+            raise ValueError(
+                f"batch_size {self.batch_size} {share if num_processes > 1 else 'is'} no multiple "
+                f"of micro_batch_size {size}"
+            )
+        return rows // size
 
 
 def refused(groups: Refusals) -> dict[str, str]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.data_loader import prepare_data_loader
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
@@ -26,10 +27,11 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 
-from algorithms.base import StepLoop, Transcript
+from algorithms.base import Transcript
+from algorithms.local.processes import Follower, Leader
 from backends.errors import Problem, UserError
 from backends.local import LocalBackend
-from backends.local_state import random_state, set_random_state
+from backends.local_state import set_random_state
 
 Logs = Mapping[str, float]
 
@@ -57,9 +59,9 @@ class Plan:
     """A run's side of TRL's loop."""
 
     backend: LocalBackend
-    loop: StepLoop
+    loop: Leader | Follower
     micro_batches: Callable[[int], list[list[int]]]
-    """The rows of a step (from 0), in the parts that go through the model one after the other."""
+    """This process's rows of a step (from 0), in the parts that go through the model one by one."""
     learning_rate: Callable[[int], float]
     metrics: Callable[[int, Logs], dict[str, float]]
     """What an algorithm makes of the logs of a step (from 0)."""
@@ -114,7 +116,14 @@ class RunsTrainer:
             num_workers=self.args.dataloader_num_workers,
             pin_memory=self.args.dataloader_pin_memory,
         )
-        return self.accelerator.prepare(loader)
+        # The batches are this process's own already: accelerate is not to deal them out again.
+        return prepare_data_loader(
+            loader,
+            self.accelerator.device,
+            num_processes=1,
+            process_index=0,
+            put_on_device=True,
+        )
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The run's learning rates."""
@@ -133,7 +142,7 @@ class RunsTrainer:
             "step": self.state.global_step,
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.lr_scheduler.state_dict(),
-            "random": random_state(),
+            "random": self.plan.loop.random_states(),
         }
         if REFERENCE in self.plan.backend.model.peft_config:
             state["reference"] = self.plan.backend.weights(REFERENCE)
@@ -163,7 +172,8 @@ class RunsTrainer:
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            set_random_state(self.plan.backend.resumed["random"])
+            backend = self.plan.backend
+            set_random_state(backend.resumed["random"][backend.rank])
 
 
 class HandsOver(TrainerCallback):  # type: ignore[misc]

@@ -20,19 +20,18 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
-import json
 import logging
 import math
 import os
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final
 
+from backends.child import Announcer, leave, when_parent_ends
 from backends.engine import SESSION_SECONDS
 from backends.errors import Problem, UserError
 
@@ -84,7 +83,7 @@ def serve(options: EngineOptions) -> None:
     and for a model that then does not load.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", OMP_WAIT_POLICY)  # read when torch is imported
-    announce = _Announcer(options.announce)
+    announce = Announcer(options.announce)
     try:
         key = _api_key(options)
         _check_session_seconds(options.session_seconds)
@@ -110,7 +109,7 @@ class _Process:
         key: str,
         listener: socket.socket,
         store: CheckpointStore,
-        announce: _Announcer,
+        announce: Announcer,
     ) -> None:
         self._options = options
         self._key = key
@@ -147,7 +146,7 @@ class _Process:
         if not stopped:
             # The compute thread cannot be interrupted, and must not outlive the interpreter.
             self._store.close()
-            _leave(0)
+            leave(0)
 
     async def _load(self, engine: Engine) -> None:
         log.info("loading %s", self._options.base_model)
@@ -165,17 +164,11 @@ class _Process:
         numbers = (signal.SIGTERM, signal.SIGINT)
         for number in numbers:
             loop.add_signal_handler(number, self._stop.set)
-        parent = _parent() if self._options.exit_with_parent else None
-        if parent is not None:
-            loop.add_reader(parent, self._stop.set)
         if self._options.exit_with_parent:
-            _when_stdin_ends(lambda: loop.call_soon_threadsafe(self._stop.set))
+            when_parent_ends(lambda: loop.call_soon_threadsafe(self._stop.set))
         try:
             yield
         finally:
-            if parent is not None:
-                loop.remove_reader(parent)
-                os.close(parent)
             for number in numbers:
                 loop.remove_signal_handler(number)
 
@@ -282,55 +275,7 @@ def _listen(host: str, port: int) -> socket.socket:
         raise UserError(Problem("port", what, remedy)) from error
 
 
-# -- the process and its parent ----------------------------------------------------------------
-
-
-class _Announcer:
-    """Says one line on stdout, if wanted; what others print goes to stderr from then on."""
-
-    def __init__(self, wanted: bool) -> None:
-        self._stdout: int | None = None
-        if wanted:
-            sys.stdout.flush()
-            self._stdout = os.dup(1)
-            os.dup2(2, 1)
-
-    def __call__(self, **fields: Any) -> None:
-        if self._stdout is not None:
-            with contextlib.suppress(BrokenPipeError):
-                os.write(self._stdout, json.dumps(fields).encode() + b"\n")
-            os.close(self._stdout)
-            self._stdout = None
-
-
-def _parent() -> int | None:
-    """A descriptor that is readable once the parent has died, where the system has such a thing.
-
-    stdin alone would not do if a fork of the parent lives on and holds the pipe open.
-    """
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            return os.pidfd_open(os.getppid())
-    return None
-
-
-def _when_stdin_ends(call: Callable[[], object]) -> None:
-    def wait() -> None:
-        with contextlib.suppress(OSError):
-            while os.read(0, 4096):
-                pass
-        with contextlib.suppress(RuntimeError):
-            call()
-
-    threading.Thread(target=wait, name="parent", daemon=True).start()
-
-
-def _leave(code: int) -> NoReturn:
-    """End without taking the interpreter apart, which takes seconds once torch is in it."""
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+# -- the command line --------------------------------------------------------------------------
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -371,4 +316,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    _leave(main())
+    leave(main())
