@@ -52,6 +52,10 @@ class TrainingBatch:
     `loss_fn` is a server-side name (with `loss_fn_config`) or a Python callable; `metrics` are
     merged into the step's row, `transcripts` are kept in the run's store and shown in its report.
     A batch without data trains nothing: its step is counted, and the weights stay as they are.
+
+    A callable is given a `ModelOutput`, whose `logprobs_per_datum` are the target logprobs of each
+    row ([N] each, `logprobs` all of them in one), and `data`. It returns one number as a tensor,
+    computed from the logprobs: their gradient is what trains.
     """
 
     data: list[tinker.Datum]

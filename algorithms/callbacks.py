@@ -6,13 +6,15 @@ is ask for the run to end before its last step. The built-in ones are in `algori
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict
 
-from backends.errors import FlowtuneError
+from backends.errors import FlowtuneError, Problem, UserError
 
 if TYPE_CHECKING:
     from algorithms.base import RunResult
@@ -28,6 +30,22 @@ class CallbackConfig(BaseModel):
     """Base of every callback's `params:` block."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+def check_folder(where: str, folder: str | Path) -> None:
+    """Raises UserError if nothing can be written in the folder; makes none, as it may be a check.
+
+    `where` is the field that names it.
+    """
+    path = Path(folder).absolute()
+    there = next(each for each in (path, *path.parents) if each.exists())
+    if not there.is_dir():
+        what = f"{there} is a file, and no folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        what = f"{there} cannot be written"
+    else:
+        return
+    raise UserError(Problem(where, what, "name another folder, or let this user write there"))
 
 
 class History(Protocol):
@@ -79,8 +97,9 @@ class EarlyEnd:
 class Callback:
     """Base of all callbacks: override what is of interest. Steps are counted done, from 1.
 
-    One that an experiment names is built from its `Config`. Methods run on the run's event loop, so
-    what takes long belongs in a thread. One that raises is told of in the log, and the run goes on
+    One that an experiment names is built from its `Config` before anything costly starts; then it
+    raises UserError if it cannot work on this machine. Methods run on the run's event loop, so what
+    takes long belongs in a thread. One that raises is told of in the log, and the run goes on
     unless the experiment says `on_error: stop`.
     """
 

@@ -40,6 +40,7 @@ async def open_live_run(
     this process's to write, and another one that still does is shut out. Raises UserError when the
     experiment or its data is not the one that the run was started with.
     """
+    callbacks = [section.build() for section in experiment.callbacks]
     check = ALGORITHMS[experiment.algorithm.kind].check_row
     dataset = await asyncio.to_thread(load_dataset, experiment.data, "data", check)
     while True:
@@ -48,7 +49,6 @@ async def open_live_run(
         try:
             context = await _context(experiment, store, dataset, backend)
             evaluations = await asyncio.to_thread(_prepared, context)
-            callbacks = [section.build() for section in experiment.callbacks]
             algorithm = experiment.algorithm.build()
             run = await _set_up(
                 algorithm, context, store, manifest, evaluations, callbacks, flow_run_url

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -27,6 +28,7 @@ from algorithms.beside import Beside, first_error, to_the_end
 from algorithms.callbacks import Callback, CallbackFailed, EarlyEnd, RunPlan
 from algorithms.evaluators import EvaluationResult, PreparedEvaluation, evaluate
 from algorithms.kept import LINEAGE, Kept
+from algorithms.returned import checked_batch, checked_loss, checked_metrics
 from algorithms.turns import Place, Turns
 from backends.base import Backend, SamplingClient
 from backends.errors import FlowtuneError, Problem, UserError
@@ -128,7 +130,7 @@ class LiveRun:
     _sampler_uri: str | None = None
     _flushed: float = field(default_factory=time.monotonic)
     _step_ended: float = field(default_factory=time.monotonic)
-    _failed: dict[int, str] = field(default_factory=dict)
+    _failed: set[tuple[int, str]] = field(default_factory=set)
     _stopped_by: CallbackFailed | None = None
 
     def __post_init__(self) -> None:
@@ -157,7 +159,7 @@ class LiveRun:
         if self.algorithm.on_policy:
             batch = await self._kept_batch(step)
         else:
-            batch = await self.algorithm.build_batch(step)
+            batch = checked_batch(await self.algorithm.build_batch(step))
         self._batches[step] = BuiltBatch(batch, time.monotonic() - started)
         self.context.policy.release(step)
         return {"datums": float(len(batch.data)), **batch.metrics}
@@ -167,7 +169,7 @@ class LiveRun:
         if self.kept.has_batch(step):
             batch = await asyncio.to_thread(self.kept.read_batch, step)
         if batch is None:
-            batch = await self.algorithm.build_batch(step)
+            batch = checked_batch(await self.algorithm.build_batch(step))
             await asyncio.to_thread(self.kept.keep_batch, step, batch)
         return batch
 
@@ -180,11 +182,15 @@ class LiveRun:
         result = await self._turns.submit(
             ("forward_backward", step), lambda: self._submit_batch(current.batch)
         )
-        return self.algorithm.step_metrics(step, current.batch, await result)
+        return checked_metrics(
+            self.algorithm.step_metrics(step, current.batch, await result), "step_metrics"
+        )
 
     def _submit_batch(self, batch: TrainingBatch) -> Awaitable[ForwardBackwardResult]:
         if callable(batch.loss_fn):
-            return self.backend.forward_backward_custom_async(batch.data, batch.loss_fn)
+            return self.backend.forward_backward_custom_async(
+                batch.data, checked_loss(batch.loss_fn)
+            )
         return self.backend.forward_backward_async(
             batch.data, loss_fn=batch.loss_fn, loss_fn_config=batch.loss_fn_config
         )
@@ -410,16 +416,16 @@ class LiveRun:
 
     async def _evaluated(self, steps_done: int) -> None:
         """Wait for those evaluations up to here that a callback needs, to say if the run ends."""
-        names = frozenset[str]().union(*(c.evaluations_awaited() for c in self.callbacks))
-        awaited = {f"evaluate/{name}" for name in names}
+        names = (self._call(callback, "evaluations_awaited") or () for callback in self.callbacks)
+        awaited = {f"evaluate/{name}" for name in chain.from_iterable(names)}
         for (what, step), written in list(self._unwritten.items()):
             if what in awaited and step <= steps_done:
                 await written.wait()
 
     def _early_end(self, steps_done: int) -> EarlyEnd | None:
         """The end before the last step that a callback asked for, if the run has come to it."""
-        asked = [end for callback in self.callbacks if (end := callback.early_end()) is not None]
-        end = min(asked, default=None)
+        asked = (self._call(callback, "early_end") for callback in self.callbacks)
+        end: EarlyEnd | None = min(filter(None, asked), default=None)
         come = end is not None and end.step <= steps_done < self.plan.total_steps
         return end if come else None
 
@@ -628,17 +634,22 @@ class LiveRun:
         It does not end the run unless it is set to: then the next step, or the end, raises.
         """
         for callback in self.callbacks:
-            try:
-                getattr(callback, event)(*args)
-            except Exception as error:
-                words = f"callback {type(callback).__name__} failed in {event}"
-                # The same again at each step is for the log file only.
-                again = self._failed.get(id(callback)) == words
-                self._failed[id(callback)] = words
-                logger.log(logging.WARNING if again else logging.ERROR, words, exc_info=error)
-                if callback.stops_the_run and self._stopped_by is None:
-                    self._stopped_by = CallbackFailed(f"{words}: {type(error).__name__}: {error}")
-                    self._stopped_by.__cause__ = error
+            self._call(callback, event, *args)
+
+    def _call(self, callback: Callback, event: str, *args: Any) -> Any:
+        """What it returns; None if it fails, which is told as `tell` says."""
+        try:
+            return getattr(callback, event)(*args)
+        except Exception as error:
+            words = f"callback {type(callback).__name__} failed in {event}"
+            # The same again at each step is for the log file only.
+            again = (id(callback), event) in self._failed
+            self._failed.add((id(callback), event))
+            logger.log(logging.WARNING if again else logging.ERROR, words, exc_info=error)
+            if callback.stops_the_run and self._stopped_by is None:
+                self._stopped_by = CallbackFailed(f"{words}: {type(error).__name__}: {error}")
+                self._stopped_by.__cause__ = error
+            return None
 
     def _raise_failed_callback(self) -> None:
         if self._stopped_by is not None:

@@ -10,7 +10,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -28,6 +28,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from algorithms.base import Transcript
 from algorithms.callbacks import Callback, RunPlan
 from algorithms.evaluators import read_sample
+from backends.storage.checkpoints import Retention
 from backends.storage.run_store import RunStore
 from tasks.policies import policy
 from tasks.report_page import Report, render
@@ -92,6 +93,9 @@ def collect(
     experiment = store.read_experiment() or {}
     began = datetime.fromisoformat(info.created)
     seconds = (datetime.now(UTC) - began.astimezone(UTC)).total_seconds()
+    normalized = {
+        spec["name"] for spec in experiment.get("evaluations", []) if spec.get("length_normalized")
+    }
     versions = ", ".join(f"{name} {version}" for name, version in info.packages.items())
     facts = {
         "model": f"`{experiment.get('model', {}).get('name', '')}`",
@@ -109,8 +113,8 @@ def collect(
         data=_data(experiment.get("data", {}), info.data_fingerprint, setup_metrics),
         facts=facts,
         rows=store.metrics(),
-        evaluations=[_point(store, row) for row in store.evaluations()],
-        checkpoints=_checkpoint_lines(store),
+        evaluations=[_point(store, row, normalized) for row in store.evaluations()],
+        checkpoints=_checkpoint_lines(store, experiment.get("checkpoints", {})),
         rollouts=_first_and_last_rollouts(store),
         error=error,
         flow_run_url=info.flow_run_url,
@@ -128,7 +132,7 @@ def _data(
     return facts | {"sha256": fingerprint} | {name: number(value) for name, value in made.items()}
 
 
-def _point(store: RunStore, row: Mapping[str, Any]) -> EvaluationPoint:
+def _point(store: RunStore, row: Mapping[str, Any], normalized: Collection[str]) -> EvaluationPoint:
     lines = store.objects.read(f"{store.run_id}/{row['samples']}").splitlines()
     samples = [read_sample(json.loads(line)) for line in lines]
     known = {name: value for name, value in row["metrics"].items() if value is not None}
@@ -139,6 +143,7 @@ def _point(store: RunStore, row: Mapping[str, Any]) -> EvaluationPoint:
         rows=int(known.get("n", len(samples))),
         samples=samples,
         metrics=known,
+        per_token=row["name"] in normalized,
     )
 
 
@@ -151,13 +156,16 @@ def _first_and_last_rollouts(store: RunStore) -> dict[int, list[Transcript]]:
     }
 
 
-def _checkpoint_lines(store: RunStore) -> list[CheckpointLine]:
+def _checkpoint_lines(store: RunStore, kept: Mapping[str, Any]) -> list[CheckpointLine]:
+    how = Retention.model_validate(kept).keep_best
+    best = None if how is None else store.best_checkpoint(how)
     return [
         CheckpointLine(
             manifest.step,
             store.checkpoint_uri(manifest),
             store.checkpoint_uri(manifest).removeprefix(store.uri()).lstrip("/"),
             sum(file.size for file in manifest.files),
+            how.metric if how is not None and manifest == best else None,
         )
         for manifest in store.checkpoints()
     ]

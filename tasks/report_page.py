@@ -40,7 +40,7 @@ TABLE_COLUMNS = {
     "time/sampling": "s sampling",
     "time/training": "s training",
 }
-SHOWN_BESIDE_SCORES = re.compile(r"pass_rate|pass[@^]\d+|perplexity|bits_per_byte")
+SHOWN_BESIDE_SCORES = re.compile(r"pass_rate|pass[@^]\d+|perplexity|bits_per_byte|margin")
 """Metrics of an evaluation that the table of scores shows beside its score."""
 
 MOST_TABLE_ROWS = 20
@@ -114,18 +114,25 @@ def _scores(evaluations: Sequence[EvaluationPoint]) -> str:
     lines: list[tuple[object, ...]] = []
     for name, points in by_name(evaluations).items():
         first, last = points[0], points[-1]
-        unit = " (nats/token, less is better)" if last.is_likelihood else ""
-        lines.append((f"{name}{unit}", *_change(first.score, last.score, first, last), last.rows))
+        lines.append((_titled(last), *_change(first.score, last.score, first, last), last.rows))
         for metric, after in last.metrics.items():
             before = first.metrics.get(metric, float("nan"))
             if SHOWN_BESIDE_SCORES.fullmatch(metric) and (before, after) != (
                 first.score,
                 last.score,
             ):
-                lines.append((f"{name}: {metric}", *_change(before, after, first, last), ""))
+                unit = f" ({last.margin_unit})" if metric == "margin" else ""
+                lines.append((f"{name}: {metric}{unit}", *_change(before, after, first, last), ""))
     if not lines:
         return ""
     return "## Scores\n\n" + table(("evaluation", "before", "after", "change", "rows"), lines)
+
+
+def _titled(point: EvaluationPoint) -> str:
+    """An evaluation's name, with what it measures if that is no reward."""
+    if point.is_likelihood:
+        return f"{point.name} (nats/token, less is better)"
+    return f"{point.name} (accuracy)" if point.is_preference else point.name
 
 
 def _change(
@@ -155,15 +162,16 @@ def _metrics_table(rows: Sequence[Mapping[str, float]]) -> str:
 
 
 def _evaluations_table(evaluations: Sequence[EvaluationPoint]) -> str:
-    names = list(by_name(evaluations))
+    named = by_name(evaluations)
     steps = sorted({point.step for point in evaluations})
     if len(steps) < 3:
         return ""  # the table of scores says it all
     scores = {(point.step, point.name): point.score for point in evaluations}
     every = -(-len(steps) // MOST_EVALUATION_ROWS)
     shown = [step for place, step in enumerate(steps) if place % every == 0 or step == steps[-1]]
-    lines = [[step, *(_score(scores.get((step, name))) for name in names)] for step in shown]
-    return "## Evaluations\n\n" + table(("step", *names), lines)
+    lines = [[step, *(_score(scores.get((step, name))) for name in named)] for step in shown]
+    titles = [_titled(points[-1]) for points in named.values()]
+    return "## Evaluations\n\n" + table(("step", *titles), lines)
 
 
 def _samples(evaluations: Sequence[EvaluationPoint]) -> str:
@@ -180,7 +188,7 @@ def _samples(evaluations: Sequence[EvaluationPoint]) -> str:
         elif scored:
             parts.append(title + _likelihood_table(scored))
         elif pairs := [pair for pair in last.samples if isinstance(pair, ScoredPair)]:
-            parts.append(title + _preference_table(pairs))
+            parts.append(title + _preference_table(pairs, last.margin_unit))
     return "\n\n".join(parts)
 
 
@@ -219,21 +227,25 @@ def _likelihood_table(rows: Sequence[ScoredRow]) -> str:
     return table(("prompt", "answer", "NLL (nats/token)", "tokens"), lines)
 
 
-def _preference_table(pairs: Sequence[ScoredPair]) -> str:
+def _preference_table(pairs: Sequence[ScoredPair], unit: str) -> str:
     """The pairs whose chosen answers are least preferred."""
     worst = sorted(pairs, key=lambda pair: pair.margin)[:MOST_SAMPLES]
     lines = [(cell(p.prompt), cell(p.chosen), cell(p.rejected), number(p.margin)) for p in worst]
-    return table(("prompt", "chosen", "rejected", "margin (nats)"), lines)
+    return table(("prompt", "chosen", "rejected", f"margin ({unit})"), lines)
 
 
 def _checkpoints(checkpoints: Sequence[CheckpointLine]) -> str:
     if not checkpoints:
         return ""
     lines = [
-        (line.step, f"[{line.path}](./{line.path})", f"{line.size_bytes / 1e6:.2f} MB", line.uri)
+        (_step(line), f"[{line.path}](./{line.path})", f"{line.size_bytes / 1e6:.2f} MB", line.uri)
         for line in checkpoints
     ]
     return "## Checkpoints\n\n" + table(("step", "folder", "size", "address"), lines)
+
+
+def _step(line: CheckpointLine) -> str:
+    return f"{line.step}" if line.best_by is None else f"{line.step}, the best by {line.best_by}"
 
 
 def _data(data: Mapping[str, Any]) -> str:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tasks.report_record import LOSS_COLUMNS, EvaluationPoint, RunRecord, by_name, column
+from tasks.report_record import LOSS_COLUMNS, EvaluationPoint, RunRecord, column
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     Draw = Callable[[Axes], None]
 
+Value = tuple[int, float]
+"""A step, and what was measured after it."""
+
 COLUMN_UNITS = {"train_mean_nll": "nats per supervised token", "reward/mean": "reward"}
+REWARD, ACCURACY = "mean reward", "accuracy\n(share of pairs)"
 COLOURS = ("#2563eb", "#d97706", "#059669", "#dc2626", "#7c3aed", "#0891b2")
 GROUPS = {
     "reward/groups_all_good": ("all good", "#059669"),
@@ -52,6 +57,7 @@ def training_curve(record: RunRecord) -> list[Draw]:
     name = next((c for c in LOSS_COLUMNS if column(record.rows, c)[0]), None)
     if name is None:
         return []
+    kind = record.experiment.get("algorithm", {}).get("kind")
     steps, values = column(record.rows, name)
     deviations = dict(zip(*column(record.rows, "reward/std"), strict=True))
 
@@ -63,10 +69,10 @@ def training_curve(record: RunRecord) -> list[Draw]:
             high = [value + std for value, std in zip(values, reach, strict=True)]
             axes.fill_between(steps, low, high, color=COLOURS[0], alpha=0.12, lw=0)
         elif min(values) >= 0:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, 1.05 * max(values) or 1.0)
         for checkpoint in record.checkpoints:
             axes.axvline(checkpoint.step, color="#9ca3af", lw=0.9, ls=":")
-        axes.set_ylabel(COLUMN_UNITS.get(name, name))
+        axes.set_ylabel(COLUMN_UNITS.get(name, f"{kind} loss"))
         shade = "band: ± one standard deviation, " if name == "reward/mean" else ""
         axes.set_title(f"{name}  ({shade}dotted: checkpoints)", loc="left", fontsize=10)
 
@@ -103,32 +109,40 @@ def _draw_column(axes: Axes, record: RunRecord, name: str, words: str) -> None:
 
 
 def score_curves(evaluations: Sequence[EvaluationPoint]) -> list[Draw]:
-    """Every evaluation's score by step; rewards in one panel, likelihoods in another."""
-    panels = {
-        "mean reward": [point for point in evaluations if not point.is_likelihood],
-        "nats per supervised token": [point for point in evaluations if point.is_likelihood],
-    }
-    return [
-        partial(_draw_scores, unit=unit, evaluations=points)
-        for unit, points in panels.items()
-        if points
-    ]
+    """Every evaluation by step; a panel for each unit, and one for the margins of pairs."""
+    panels: dict[str, dict[str, list[Value]]] = {}
+    for point in sorted(evaluations, key=lambda point: point.step):
+        for unit, value in _measured(point):
+            if math.isfinite(value):
+                named = panels.setdefault(unit, {})
+                named.setdefault(point.name, []).append((point.step, value))
+    return [partial(_draw_scores, unit=unit, named=named) for unit, named in panels.items()]
 
 
-def _draw_scores(axes: Axes, unit: str, evaluations: Sequence[EvaluationPoint]) -> None:
-    named = by_name(evaluations).items()
-    for colour, (name, points) in zip(COLOURS * 9, named, strict=False):
-        steps, scores = [p.step for p in points], [p.score for p in points]
+def _measured(point: EvaluationPoint) -> list[tuple[str, float]]:
+    """What an evaluation says, each value with its axis."""
+    if point.is_likelihood:
+        return [("NLL (nats per supervised token)", point.score)]
+    if not point.is_preference:
+        return [(REWARD, point.score)]
+    margin = point.metrics.get("margin", math.nan)
+    return [(ACCURACY, point.score), (f"mean margin ({point.margin_unit})", margin)]
+
+
+def _draw_scores(axes: Axes, unit: str, named: Mapping[str, Sequence[Value]]) -> None:
+    for colour, (name, points) in zip(COLOURS * 9, named.items(), strict=False):
+        steps, scores = zip(*points, strict=True)
         axes.plot(steps, scores, color=colour, lw=1.8, marker="o", ms=4.5, label=name)
         axes.annotate(
-            f"{scores[-1]:.2f}",
+            f"{scores[-1]:.3f}",
             (steps[-1], scores[-1]),
             textcoords="offset points",
             xytext=(7, -3),
             fontsize=9,
             color=colour,
         )
-    if unit == "mean reward" and all(0 <= point.score <= 1 for point in evaluations):
+    values = [value for points in named.values() for _, value in points]
+    if unit in (REWARD, ACCURACY) and all(0 <= value <= 1 for value in values):
         axes.set_ylim(-0.04, 1.04)
     axes.margins(x=0.06)
     axes.set_ylabel(unit)

@@ -24,11 +24,23 @@ class EvaluationPoint:
     rows: int
     samples: Sequence[AnySample] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
+    per_token: bool = False
+    """Whether the answers of a pair are compared by their log-probability per token."""
 
     @property
     def is_likelihood(self) -> bool:
-        """Whether the score is an NLL, of which less is better; else it is a mean reward."""
+        """Whether the score is an NLL, of which less is better."""
         return "nll" in self.metrics
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether the score is the share of pairs whose chosen answer is the likelier one."""
+        return "accuracy" in self.metrics
+
+    @property
+    def margin_unit(self) -> str:
+        """What the margins of pairs are counted in."""
+        return "nats/token" if self.per_token else "nats"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +51,8 @@ class CheckpointLine:
     uri: str
     path: str
     size_bytes: int
+    best_by: str | None = None
+    """Of the best one, the metric that says so."""
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, Field
 
-from algorithms.callbacks import CallbackConfig, RunPlan
+from algorithms.callbacks import CallbackConfig, RunPlan, check_folder
 from algorithms.watchers.tracking import Tracker, settings_of
+from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from mlflow.entities import Metric
@@ -17,7 +20,10 @@ if TYPE_CHECKING:
     from algorithms.base import RunResult
 
 RUN_TAG = "flowtune.run_id"
+DATABASE = "sqlite:///"
 SEND_SECONDS = 5.0
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+"""MLflow's own settings, where nobody set them: else it takes minutes to give one up."""
 MOST_METRICS = 1000
 MOST_PARAMS = 100
 """What one request takes: limits of MLflow's own interface."""
@@ -41,17 +47,23 @@ class MLflow(Tracker):
     kind: ClassVar[str] = "mlflow"
     module: ClassVar[str] = "mlflow"
 
+    def __init__(self, cfg: MLflowConfig) -> None:
+        """Raises UserError without the library, or if a database's folder cannot be written."""
+        super().__init__(cfg)
+        uri = cfg.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        if uri.startswith(DATABASE):
+            check_folder("callbacks.mlflow.tracking_uri", Path(uri.removeprefix(DATABASE)).parent)
+
     def open(self, plan: RunPlan) -> int:
         """The run that has this one's id as its tag, or a new one."""
         from mlflow import MlflowClient
 
+        for name, value in PATIENCE.items():
+            os.environ.setdefault(name, value)
         self._waiting: list[Metric] = []
         self._sent = time.monotonic()
         self._client = MlflowClient(tracking_uri=self.cfg.tracking_uri)
-        known = self._client.get_experiment_by_name(self.cfg.experiment)
-        place = known.experiment_id if known else None
-        if place is None:
-            place = self._client.create_experiment(self.cfg.experiment)
+        place = self._place()
         found = self._client.search_runs([place], f"tags.`{RUN_TAG}` = '{plan.run_id}'")
         if found:
             self._id = found[0].info.run_id
@@ -70,7 +82,7 @@ class MLflow(Tracker):
         if any(not name.startswith("val/") for name in values):
             values = {**values, "step": float(step)}
         self._waiting += [Metric(_name(name), values[name], now, step) for name in values]
-        if time.monotonic() - self._sent > SEND_SECONDS or len(self._waiting) >= MOST_METRICS:
+        if time.monotonic() - self._sent > SEND_SECONDS:
             self._send()
 
     def close(self, result: RunResult) -> None:
@@ -80,11 +92,27 @@ class MLflow(Tracker):
             self._client.set_tag(self._id, "flowtune.ended_early", result.ended_early)
         self._client.set_terminated(self._id, STATUS[result.status])
 
+    def _place(self) -> str:
+        """The id of the experiment there. Raises UserError if nobody answers."""
+        from mlflow.exceptions import MlflowException
+
+        try:
+            known = self._client.get_experiment_by_name(self.cfg.experiment)
+            if known is not None:
+                return str(known.experiment_id)
+            return str(self._client.create_experiment(self.cfg.experiment))
+        except MlflowException as error:
+            remedy = "start the server, or name another one: the run is not shown in MLflow"
+            raise UserError(Problem("callbacks.mlflow.tracking_uri", str(error), remedy)) from error
+
     def _send(self) -> None:
-        while self._waiting:
-            self._client.log_batch(self._id, metrics=self._waiting[:MOST_METRICS])
-            del self._waiting[:MOST_METRICS]
-        self._sent = time.monotonic()
+        """What is not taken stays, and is sent with what comes later."""
+        try:
+            while self._waiting:
+                self._client.log_batch(self._id, metrics=self._waiting[:MOST_METRICS])
+                del self._waiting[:MOST_METRICS]
+        finally:
+            self._sent = time.monotonic()
 
     def _log_settings(self, plan: RunPlan) -> None:
         from mlflow.entities import Param

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from algorithms.callbacks import Callback, CallbackConfig, RunPlan
+from algorithms.callbacks import Callback, CallbackConfig, RunPlan, check_folder
 
 if TYPE_CHECKING:
     from algorithms.evaluators import EvaluationResult
@@ -32,6 +32,8 @@ class CsvTables(Callback):
     Config: ClassVar[type[BaseModel]] = CsvConfig
 
     def __init__(self, cfg: CsvConfig) -> None:
+        """Raises UserError if the folder cannot be written."""
+        check_folder("callbacks.csv.folder", cfg.folder)
         self.cfg = cfg
 
     def on_start(self, plan: RunPlan) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, Field
 
-from algorithms.callbacks import CallbackConfig, RunPlan
+from algorithms.callbacks import CallbackConfig, RunPlan, check_folder
 from algorithms.watchers.tracking import Tracker
 
 if TYPE_CHECKING:
@@ -33,6 +33,11 @@ class TensorBoard(Tracker):
     Config: ClassVar[type[BaseModel]] = TensorBoardConfig
     kind: ClassVar[str] = "tensorboard"
     module: ClassVar[str] = "tensorboard"
+
+    def __init__(self, cfg: TensorBoardConfig) -> None:
+        """Raises UserError without the library, or if the folder cannot be written."""
+        super().__init__(cfg)
+        check_folder("callbacks.tensorboard.folder", cfg.folder)
 
     def open(self, plan: RunPlan) -> int:
         """A new event file; what earlier ones hold of steps that are done again is struck out."""

@@ -7,7 +7,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.callbacks import Callback, RunPlan
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from algorithms.base import RunResult
     from algorithms.evaluators import EvaluationResult
     from algorithms.experiment import Experiment
+
+OPEN_SECONDS = 60.0
+"""How long a run that is to stop if its tracker fails waits for it to open."""
 
 LAST_WORDS_SECONDS = 60.0
 """How long the end of a run waits for its tracker."""
@@ -96,10 +99,16 @@ class Tracker(Callback, ABC):
     # -- on the run's event loop -----------------------------------------------------------------
 
     def on_start(self, plan: RunPlan) -> None:
-        """Begin the run there; one that has been begun by this process goes on as it is."""
+        """Begin the run there; one that has been begun by this process goes on as it is.
+
+        A run that is to stop if this fails has to know before its first step.
+        """
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"tracker-{self.kind}")
-            self._later(self._open, plan)
+            self._under_way.append(self._worker.submit(self._open, plan))
+            if self.stops_the_run:
+                wait(self._under_way, OPEN_SECONDS)
+                self._raise_first_error()
 
     def on_step(self, row: Mapping[str, float]) -> None:
         """Send the row."""
@@ -110,18 +119,28 @@ class Tracker(Callback, ABC):
         self._later(self._log_evaluation, result.name, result.step, result.metrics)
 
     def on_end(self, result: RunResult) -> None:
-        """Send the rest, and end the run there."""
-        if self._worker is not None:
-            self._later(self._close, result)
-            self._worker.shutdown(wait=False)
-            self._worker = None
-            for future in list(self._under_way):
-                future.result(LAST_WORDS_SECONDS)
+        """Send the rest, and end the run there. Raises TimeoutError if that takes too long."""
+        if self._worker is None:
+            return
+        worker, self._worker = self._worker, None
+        self._under_way.append(worker.submit(self._close, result))
+        late = wait(self._under_way, LAST_WORDS_SECONDS).not_done
+        worker.shutdown(wait=False, cancel_futures=True)  # else the process waits for all of it
+        if late:
+            self._under_way.clear()
+            raise TimeoutError(
+                f"{self.kind} did not take the rest of the run in {LAST_WORDS_SECONDS:.0f} s; "
+                "the run's own folder has it"
+            )
+        self._raise_first_error()
 
     def _later(self, work: Callable[..., None], *args: Any) -> None:
         """Have it done in its turn. Raises the first error of what has been done since."""
         if self._worker is not None:
             self._under_way.append(self._worker.submit(work, *args))
+        self._raise_first_error()
+
+    def _raise_first_error(self) -> None:
         while self._under_way and self._under_way[0].done():
             self._under_way.popleft().result()
 

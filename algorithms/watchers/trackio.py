@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, Field
 
-from algorithms.callbacks import CallbackConfig, RunPlan
+from algorithms.callbacks import CallbackConfig, RunPlan, check_folder
 from algorithms.watchers.tracking import Tracker, settings_of
 
 if TYPE_CHECKING:
@@ -27,6 +28,12 @@ class Trackio(Tracker):
     Config: ClassVar[type[BaseModel]] = TrackioConfig
     kind: ClassVar[str] = "trackio"
     module: ClassVar[str] = "trackio"
+
+    def __init__(self, cfg: TrackioConfig) -> None:
+        """Raises UserError without the library, or if TRACKIO_DIR cannot be written."""
+        super().__init__(cfg)
+        if folder := os.environ.get("TRACKIO_DIR"):
+            check_folder("TRACKIO_DIR", folder)
 
     def open(self, plan: RunPlan) -> int:
         """The run of the same name, resumed if it is there.

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from algorithms.callbacks import CallbackConfig, RunPlan
+from algorithms.callbacks import CallbackConfig, RunPlan, check_folder
 from algorithms.watchers.tracking import Tracker, settings_of
+from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from algorithms.base import RunResult
 
-LOGIN_SECONDS = 30
+ANSWER_SECONDS = 30
+"""How long its server may take to begin a run, and to end it."""
 
 
 class WandBConfig(CallbackConfig):
@@ -36,6 +38,13 @@ class WandB(Tracker):
     kind: ClassVar[str] = "wandb"
     module: ClassVar[str] = "wandb"
 
+    def __init__(self, cfg: WandBConfig) -> None:
+        """Raises UserError without the library or the key, or if the folder cannot be written."""
+        super().__init__(cfg)
+        check_folder("callbacks.wandb.folder", cfg.folder)
+        if cfg.mode == "online":
+            _check_key()
+
     def open(self, plan: RunPlan) -> int:
         """The run of the same id, resumed if it is there."""
         import wandb
@@ -54,7 +63,13 @@ class WandB(Tracker):
             resume="allow",
             tags=plan.experiment.tags if plan.experiment is not None else None,
             config=settings_of(plan.experiment),
-            settings=wandb.Settings(silent=True, console="off", login_timeout=LOGIN_SECONDS),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=ANSWER_SECONDS,
+                finish_timeout=ANSWER_SECONDS,
+                finish_timeout_raises=True,
+            ),
         )
         # Its own step never goes back, and an evaluation ends when later steps are done.
         self._run.define_metric("step")
@@ -73,3 +88,17 @@ class WandB(Tracker):
         if result.ended_early:
             self._run.summary["ended_early"] = result.ended_early
         self._run.finish(exit_code=0 if result.status == "completed" else 1)
+
+
+def _check_key() -> None:
+    """Raises UserError if there is none; left to itself the library would ask for it."""
+    import wandb
+
+    try:
+        if wandb.login(prompt=False, verify=False):
+            return
+        what = "there is no API key for Weights & Biases"
+    except wandb.Error as error:
+        what = str(error)
+    remedy = "set WANDB_API_KEY, or call `wandb login` once, or set mode: offline"
+    raise UserError(Problem("callbacks.wandb", what, remedy))

@@ -6,16 +6,23 @@ import asyncio
 import csv
 import importlib.util
 import logging
-from collections.abc import Iterator
+import math
+import socket
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from algorithms.callbacks import Callback, CallbackConfig, CallbackFailed
+from algorithms.base import RunResult
+from algorithms.callbacks import Callback, CallbackConfig, CallbackFailed, RunPlan, check_folder
 from algorithms.check import check_experiment
 from algorithms.registry import CALLBACKS, register_callback
-from algorithms.watchers.tracking import settings_of
+from algorithms.watchers.mlflow import PATIENCE, MLflow, MLflowConfig
+from algorithms.watchers.samples import Samples
+from algorithms.watchers.tracking import LAST_WORDS_SECONDS, Tracker, settings_of
+from algorithms.watchers.wandb import WandB, WandBConfig
 from backends.errors import UserError
 from tests.algorithms.samples import document
 from tests.algorithms.watched import experiment, finished, table
@@ -94,21 +101,62 @@ async def test_tensorboard_has_every_step_once(tmp_path: Path) -> None:
     found = [(event.step, event.value) for event in events.Scalars("train_mean_nll")]
     assert [step for step, _ in found] == list(range(1, 13))
     assert [value for _, value in found] == pytest.approx([row["train_mean_nll"] for row in rows])
-    assert [event.step for event in events.Scalars("val/val/reward/mean")] == [0, 3, 6, 9, 12]
+    scored = sorted(event.step for event in events.Scalars("val/val/reward/mean"))
+    assert scored == [0, 3, 6, 9, 12]  # an evaluation may end behind a later one
 
 
-async def test_wandb_offline_keeps_the_run_under_its_id(
+async def test_wandb_offline_goes_on_under_the_same_id_in_a_folder_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    told: dict[Path, list[int]] = {}
+    send = WandB.log
+
+    def log(self: WandB, step: int, values: Mapping[str, float]) -> None:
+        if "train_mean_nll" in values:
+            told.setdefault(Path(self._run.dir).parent, []).append(step)
+        send(self, step, values)
+
+    monkeypatch.setattr(WandB, "log", log)
     params = {"mode": "offline", "folder": str(tmp_path), "project": "p"}
-    await finished(experiment(tmp_path / "runs", callbacks=[of_kind("wandb", **params)]))
-    file = the_only(tmp_path, "wandb/offline-run-*-a/run-a.wandb")
+    await broken_off_and_continued(tmp_path, of_kind("wandb", **params))
+    # `wandb sync` sends both to the run of this id, the older one first.
+    assert list(told.values()) == [list(range(1, 9)), list(range(5, 13))]
     words = (b"train_mean_nll", b"val/val/reward/mean", b"algorithm")
-    async with asyncio.timeout(20):  # a process of wandb's own writes it, and may do so later
-        while not all(word in file.read_bytes() for word in words):
-            await asyncio.sleep(0.05)
+    for folder in told:
+        assert folder.match("wandb/offline-run-*-a")
+        async with asyncio.timeout(20):  # a process of wandb's own writes it, and may do so later
+            while not all(word in (folder / "run-a.wandb").read_bytes() for word in words):
+                await asyncio.sleep(0.05)
+
+
+@pytest.fixture
+def no_wandb_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody at a keyboard, whom nobody may ask; and no credentials of this machine's."""
+    pytest.importorskip("wandb")
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setattr("wandb.errors.term.can_use_terminput", lambda: True)
+    monkeypatch.setattr("wandb.util.prompt_choices", lambda *a, **kw: pytest.fail("it asked"))
+
+
+@pytest.mark.usefixtures("no_wandb_key")
+def test_wandb_without_a_key_asks_nobody_and_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UserError, match="there is no API key for Weights & Biases") as caught:
+        WandB(WandBConfig())
+    (problem,) = caught.value.problems
+    assert problem.remedy is not None
+    assert "WANDB_API_KEY" in problem.remedy
+    assert "mode: offline" in problem.remedy
+    monkeypatch.setenv("WANDB_API_KEY", "short")
+    with pytest.raises(UserError, match="WANDB_API_KEY invalid"):
+        WandB(WandBConfig())
+    WandB(WandBConfig(mode="offline"))
 
 
 @pytest.fixture
@@ -139,13 +187,132 @@ async def test_mlflow_goes_on_with_the_same_run(tmp_path: Path, mlflow_database:
     assert {metric.step for metric in scores} == {0, 3, 6, 9, 12}
 
 
-async def test_trackio_keeps_a_local_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path))  # read when it is imported
-    pytest.importorskip("trackio")
-    await finished(experiment(tmp_path / "runs", callbacks=[of_kind("trackio", project="p")]))
-    from trackio.sqlite_storage import SQLiteStorage
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a server that is not there."""
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")  # by default they take four seconds
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{free.getsockname()[1]}"
 
-    assert list(SQLiteStorage.get_max_steps_for_runs("p").values()) == [12]
+
+async def test_a_run_goes_on_without_its_mlflow_server(
+    tmp_path: Path, nobody: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    await finished(experiment(tmp_path, callbacks=[of_kind("mlflow", tracking_uri=nobody)]))
+    assert len(table(tmp_path, "a")) == 12
+    told = [record for record in caplog.records if "callback MLflow failed" in record.message]
+    assert told
+    assert told[0].exc_info is not None
+    assert "callbacks.mlflow.tracking_uri" in str(told[0].exc_info[1])
+
+
+async def test_a_run_that_is_to_stop_does_not_begin_without_its_mlflow_server(
+    tmp_path: Path, nobody: str
+) -> None:
+    callback = of_kind("mlflow", tracking_uri=nobody) | {"on_error": "stop"}
+    with pytest.raises(CallbackFailed, match=r"MLflow failed in on_start: .*Connection refused"):
+        await finished(experiment(tmp_path, callbacks=[callback]))
+    assert not (tmp_path / "a/metrics.jsonl").exists()
+
+
+def test_mlflow_gives_a_request_up_within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.environment_variables import (
+        MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR,
+        MLFLOW_HTTP_REQUEST_MAX_RETRIES,
+        MLFLOW_HTTP_REQUEST_TIMEOUT,
+    )
+
+    for name, value in PATIENCE.items():
+        monkeypatch.setenv(name, value)
+    retries = MLFLOW_HTTP_REQUEST_MAX_RETRIES.get()
+    # urllib3: no pause before the first retry, then factor * 2, factor * 4, ...
+    pauses = sum(MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR.get() * 2**n for n in range(1, retries))
+    assert (retries + 1) * MLFLOW_HTTP_REQUEST_TIMEOUT.get() + pauses <= LAST_WORDS_SECONDS
+
+
+async def test_what_mlflow_does_not_take_is_sent_later() -> None:
+    pytest.importorskip("mlflow")
+    tracker = MLflow(MLflowConfig())
+    taken: list[int] = []
+
+    class Client:
+        there = False
+
+        def log_batch(self, run: str, metrics: list[Any]) -> None:
+            if not self.there:
+                raise ConnectionError("gone")
+            taken.extend(metric.step for metric in metrics)
+
+    client = Client()
+    tracker._client, tracker._id, tracker._waiting, tracker._sent = client, "r", [], -math.inf
+    with pytest.raises(ConnectionError):
+        tracker.log(1, {"loss": 1.0})
+    tracker.log(2, {"loss": 1.0})  # no other attempt at each step
+    client.there = True
+    tracker._send()
+    assert sorted(set(taken)) == [1, 2]
+
+
+class Endless(Tracker):
+    """Its library never answers."""
+
+    kind = "endless"
+    module = "json"
+
+    def __init__(self) -> None:
+        super().__init__(CallbackConfig())
+        self.release = threading.Event()
+
+    def open(self, plan: RunPlan) -> int:
+        self.release.wait(30)
+        return 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        pytest.fail("the run is over")
+
+    def close(self, result: RunResult) -> None:
+        pytest.fail("the run is over")
+
+
+def test_the_end_of_a_run_waits_for_a_tracker_only_so_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("algorithms.watchers.tracking.LAST_WORDS_SECONDS", 0.05)
+    tracker = Endless()
+    tracker.on_start(RunPlan("a", "/a", 0, 4, (4,)))
+    worker = tracker._worker
+    assert worker is not None
+    tracker.on_step({"step": 1, "loss": 1.0})
+    with pytest.raises(TimeoutError, match="endless did not take the rest of the run"):
+        tracker.on_end(RunResult("a", "completed", {}, {}))
+    tracker.release.set()
+    worker.shutdown()  # nothing that was queued is done
+
+
+async def test_trackio_goes_on_with_the_same_local_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    trackio = pytest.importorskip("trackio")
+    await broken_off_and_continued(tmp_path, of_kind("trackio", project="p"))
+    (run,) = trackio.Api().runs("p")
+    assert run.name == "a"
+    assert run.config["algorithm.params.batch_size"] == 2
+    from trackio.sqlite_storage import SQLiteStorage  # as `trackio get metric` reads it
+
+    def values(metric: str) -> list[tuple[int, float]]:
+        found = SQLiteStorage.get_metric_values("p", "a", metric)
+        return [(value["step"], value["value"]) for value in found]
+
+    rows = {row["step"]: row["train_mean_nll"] for row in table(tmp_path / "runs", "a")}
+    found = values("train_mean_nll")
+    assert dict(found) == pytest.approx(rows)
+    # It had the rows up to 8, the checkpoint that was lost, and gets those behind 4 again.
+    assert sorted(step for step, _ in found) == sorted([*range(1, 13), *range(5, 9)])
+    assert {step for step, _ in values("val/val/reward/mean")} == {0, 3, 6, 9, 12}
 
 
 def test_a_library_that_is_missing_is_named_before_anything_starts(
@@ -170,6 +337,83 @@ def test_settings_are_the_experiment_without_its_rows(tmp_path: Path) -> None:
 
 
 # --- callbacks that fail ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "module"),
+    [
+        ("csv", "callbacks.csv.folder", "csv"),
+        ("tensorboard", "callbacks.tensorboard.folder", "tensorboard"),
+        ("wandb", "callbacks.wandb.folder", "wandb"),
+        ("mlflow", "callbacks.mlflow.tracking_uri", "mlflow"),
+        ("trackio", "TRACKIO_DIR", "trackio"),
+    ],
+)
+def test_a_folder_that_cannot_be_written_is_named_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, field: str, module: str
+) -> None:
+    pytest.importorskip(module)
+    (tmp_path / "file").touch()
+    folder = f"{tmp_path}/file/below"
+    params: dict[str, Any] = {"folder": folder}
+    if kind == "wandb":
+        params["mode"] = "offline"
+    if kind == "mlflow":
+        params = {"tracking_uri": f"sqlite:///{folder}/mlflow.db"}
+    if kind == "trackio":
+        params = {}
+        monkeypatch.setenv("TRACKIO_DIR", folder)
+    _, problems = check_experiment(document(callbacks=[of_kind(kind, **params)]))
+    (problem,) = [p for p in problems if p.where == field]
+    assert problem.what == f"{tmp_path}/file is a file, and no folder"
+    assert problem.remedy == "name another folder, or let this user write there"
+    check_folder("x", tmp_path / "made/later")
+    assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_of_somebody_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write anywhere
+    with pytest.raises(UserError, match=f"f: {tmp_path} cannot be written"):
+        check_folder("f", tmp_path / "new")
+
+
+async def test_no_backend_is_opened_for_a_callback_that_cannot_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("algorithms.opening._open_backend", lambda *a: pytest.fail("costly"))
+    (tmp_path / "file").touch()
+    spec = experiment(tmp_path / "runs", callbacks=[of_kind("csv", folder=f"{tmp_path}/file")])
+    with pytest.raises(UserError, match="is a file, and no folder"):
+        await finished(spec)
+
+
+@pytest.mark.parametrize("kind", sorted(CALLBACKS.rows()))
+def test_a_parameter_that_there_is_not_is_named(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        experiment(tmp_path, callbacks=[of_kind(kind, colour="red")])
+    assert any("colour" in str(problem) for problem in caught.value.problems)
+
+
+HOOKS = ("on_start", "on_step", "on_evaluation", "on_save", "on_notice", "on_end")
+QUESTIONS = ("evaluations_awaited", "early_end")
+
+
+@pytest.mark.parametrize("hook", [*HOOKS, *QUESTIONS])
+async def test_a_failure_in_any_hook_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hook: str
+) -> None:
+    def fails(self: Callback, *args: object) -> None:
+        raise OSError("no room")
+
+    monkeypatch.setattr(Samples, hook, fails)
+    run = await finished(experiment(tmp_path, callbacks=[of_kind("samples")]))
+    if hook == "on_notice":
+        run.tell("on_notice", "a word")
+    assert len(table(tmp_path, "a")) == 12
+    told = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert [record.message for record in told] == [f"callback Samples failed in {hook}"]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,15 @@ import httpx
 import pytest
 
 from algorithms.callbacks import RunPlan
-from algorithms.evaluators import Sample
+from algorithms.evaluators import Sample, ScoredPair
+from backends.storage.checkpoints import Retention
+from backends.storage.run_store import RunStore
+from tasks.report import collect
 from tasks.report_page import Report, render
-from tasks.report_pictures import smoothed
+from tasks.report_pictures import score_curves, smoothed, training_curve
 from tasks.report_record import CheckpointLine, EvaluationPoint, RunRecord
 from tasks.report_text import cell, number
+from tests.algorithms.watched import HELD, checkpoints, experiment, finished
 from tests.servers.prefect import PrefectServer
 
 
@@ -141,6 +146,116 @@ def test_a_run_without_evaluations_or_steps_has_a_page() -> None:
 def test_a_score_that_is_not_a_number_does_not_break_the_page() -> None:
     points = [EvaluationPoint("val", 0, float("nan"), 8), EvaluationPoint("val", 5, 0.5, 8)]
     assert "0.500" in render(record(evaluations=points)).markdown
+
+
+def panels(points: list[EvaluationPoint]) -> dict[str, dict[str, list[float]]]:
+    """Of each panel of the scores its axis, and the values of each line."""
+    from matplotlib.figure import Figure
+
+    found = {}
+    for draw in score_curves(points):
+        axes = Figure().add_subplot()
+        draw(axes)
+        found[axes.get_ylabel()] = {
+            str(line.get_label()): [float(value) for value in line.get_ydata()]
+            for line in axes.get_lines()
+        }
+    return found
+
+
+def test_each_kind_of_evaluation_is_drawn_and_told_in_its_own_unit() -> None:
+    pair = ScoredPair("q", "yes", "no", 0.5)
+    nan = float("nan")
+    points = [
+        EvaluationPoint("answers", 0, 0.25, 8, metrics={"reward/mean": 0.25}),
+        EvaluationPoint("pairs", 0, 0.5, 4, (pair,), {"accuracy": 0.5, "margin": -0.25}),
+        EvaluationPoint("pairs", 9, 0.75, 4, (pair,), {"accuracy": 0.75, "margin": 1.5}),
+        EvaluationPoint("even", 9, 1.0, 4, (pair,), {"accuracy": 1.0, "margin": 0.125}, True),
+        EvaluationPoint("rows", 0, 2.5, 4, metrics={"nll": 2.5}),
+        EvaluationPoint("rows", 9, nan, 4, metrics={"nll": nan}),
+    ]
+    assert panels(points) == {
+        "mean reward": {"answers": [0.25]},
+        "accuracy\n(share of pairs)": {"pairs": [0.5, 0.75], "even": [1.0]},
+        "mean margin (nats)": {"pairs": [-0.25, 1.5]},
+        "mean margin (nats/token)": {"even": [0.125]},
+        "NLL (nats per supervised token)": {"rows": [2.5]},
+    }
+    page = render(record(evaluations=points)).markdown
+    assert [row[0] for row in table(page, "Scores")] == [
+        "answers",
+        "pairs (accuracy)",
+        "pairs: margin (nats)",
+        "rows (nats/token, less is better)",
+        "even (accuracy)",
+        "even: margin (nats/token)",
+    ]
+    assert "| prompt | chosen | rejected | margin (nats) |" in page
+    assert "| prompt | chosen | rejected | margin (nats/token) |" in page
+
+
+def test_a_loss_is_named_after_what_trains_under_it() -> None:
+    from matplotlib.figure import Figure
+
+    rows = [{"step": n, "loss": 0.7 - 0.01 * n} for n in range(1, 5)]
+    (draw,) = training_curve(record(rows=rows, experiment={"algorithm": {"kind": "dpo"}}))
+    axes = Figure().add_subplot()
+    draw(axes)
+    assert axes.get_ylabel() == "dpo loss"
+    assert axes.get_ylim() == pytest.approx((0.0, 0.69 * 1.05))  # the curve keeps off the edge
+
+
+# --- the best checkpoint
+
+
+@dataclass(frozen=True)
+class Saved:
+    name: str
+    step: int
+    score: float
+    metrics: dict[str, float]
+    samples: tuple[Any, ...] = ()
+
+
+def test_the_best_by_nll_is_the_least_number_and_the_earliest_of_equals(tmp_path: Path) -> None:
+    """Steps that have no finite score are never the best, and it outlives the later ones."""
+    store = RunStore(tmp_path, "r")
+    store.begin(name="r", backend="mock", seed=0)
+    store.take_lease()
+    keep = {"keep_last": 1, "keep_best": {"metric": "val", "mode": "min"}}
+    store.write_experiment({"checkpoints": keep})
+    (tmp_path / "files").mkdir()
+    scores = [float("nan"), 0.5, 0.5, float("inf"), 0.75]
+    for step, score in enumerate(scores, 1):
+        store.append_metrics({"step": step, "loss": 1.0})
+        store.flush_metrics()
+        store.save_checkpoint(
+            step=step, state_uri=None, algorithm_state={}, folder=tmp_path / "files"
+        )
+        store.write_evaluation(Saved("val", step, score, {"nll": score}))
+        store.expire(Retention.model_validate(keep))
+    assert store.checkpoint_steps() == [2, 5]
+    lines = collect(store, "completed", {}).checkpoints
+    assert [(line.step, line.best_by) for line in lines] == [(2, "val"), (5, None)]
+    shown = table(render(record(checkpoints=lines)).markdown, "Checkpoints")
+    assert [row[0] for row in shown] == ["2, the best by val", "5"]
+
+
+async def test_a_run_keeps_its_best_checkpoint_and_says_where(tmp_path: Path) -> None:
+    # The mock scores 0 before the first step and 1 after it: 4 is the first of the best.
+    run = await finished(
+        experiment(
+            tmp_path,
+            evaluations=[{"name": "val", "data": {"kind": "rows", "rows": HELD}, "every": 4}],
+            checkpoints={"keep_last": 1, "keep_best": {"metric": "val"}},
+        )
+    )
+    assert checkpoints(tmp_path, "a") == ["step-000004", "step-000012"]
+    artifacts = json.loads((tmp_path / "a/result.json").read_text())["artifacts"]
+    assert Path(artifacts["best"]).name == "step-000004"
+    assert Path(artifacts["checkpoint"]).name == "step-000012"
+    page = render(collect(run.store, "completed", {})).markdown
+    assert [row[0] for row in table(page, "Checkpoints")] == ["4, the best by val", "12"]
 
 
 def test_in_one_piece_the_pictures_are_inline_and_the_links_whole() -> None:

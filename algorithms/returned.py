@@ -1,0 +1,107 @@
+"""What an algorithm handed over, looked at before it goes to the server: anyone may write one.
+
+Each mistake is a UserError that says what came and what is wanted, so that it ends the run at once;
+an error of another kind would be taken for the backend's, and tried again.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from algorithms.base import TrainingBatch
+from backends.base import LossCallable, ModelOutput
+from backends.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    import tinker
+    import torch
+
+
+def checked_batch(batch: Any) -> TrainingBatch:
+    """The batch that `build_batch` returned. Raises UserError for what is none."""
+    import tinker
+
+    if not isinstance(batch, TrainingBatch):
+        raise _wrong("build_batch", f"what it returned is {_a(batch)}", "return a TrainingBatch")
+    others = [datum for datum in batch.data or [] if not isinstance(datum, tinker.Datum)]
+    if not isinstance(batch.data, list) or others:
+        found = f"what it holds is {_a(others[0] if others else batch.data)}"
+        raise _wrong("build_batch.data", found, "give a list of tinker.Datum, [] for no data")
+    if not (isinstance(batch.loss_fn, str) or callable(batch.loss_fn)):
+        remedy = "give the name of a loss that the server knows, or a function"
+        raise _wrong("build_batch.loss_fn", f"it is {_a(batch.loss_fn)}", remedy)
+    checked_metrics(batch.metrics, "build_batch.metrics")
+    return batch
+
+
+def checked_metrics(metrics: Any, where: str) -> Mapping[str, float]:
+    """Metrics by name. Raises UserError for what cannot stand in a row of metrics.jsonl."""
+    if not isinstance(metrics, Mapping):
+        raise _wrong(where, f"it is {_a(metrics)}", "give a dict of numbers, {} for none")
+    for name, value in metrics.items():
+        if not (isinstance(name, str) and isinstance(value, int | float)):
+            raise _wrong(where, f"{name!r} is {_a(value)}", "give plain numbers: float(…)")
+    return metrics
+
+
+def checked_loss(loss_fn: LossCallable) -> LossCallable:
+    """The same loss, whose value and gradient are looked at.
+
+    What it raises, a loss or a gradient that is not finite, and a loss that is no scalar tensor or
+    does not depend on the logprobs are raised as UserError.
+    """
+
+    def checked(model_output: ModelOutput, data: list[tinker.Datum]) -> torch.Tensor:
+        try:
+            loss = loss_fn(model_output, data)
+        except UserError:
+            raise
+        except Exception as error:
+            inside = traceback.extract_tb(error.__traceback__)[1:2]  # empty if it was never begun
+            line = "".join(f" ({Path(at.filename).name}, line {at.lineno})" for at in inside)
+            words = f"it raised {type(error).__name__}: {error}{line}"
+            remedy = "it is called as loss_fn(model_output, data) and returns one number"
+            raise _wrong("loss_fn", words, remedy) from error
+        _check_value(loss)
+        for row, logprobs in enumerate(model_output.logprobs_per_datum):
+            if logprobs.requires_grad:
+                logprobs.register_hook(lambda gradient, row=row: _check_gradient(gradient, row))
+        return loss
+
+    return checked
+
+
+def _check_value(loss: Any) -> None:
+    import torch
+
+    if not isinstance(loss, torch.Tensor):
+        raise _wrong("loss_fn", f"what it returned is {_a(loss)}", "return one number, as a tensor")
+    if loss.ndim != 0:
+        remedy = "return one number: sum or average it"
+        raise _wrong("loss_fn", f"the loss has shape {tuple(loss.shape)}", remedy)
+    if not torch.isfinite(loss):
+        remedy = "guard logarithms, divisions and powers, and mask with torch.where"
+        raise _wrong("loss_fn", f"the loss is {loss.item()}", remedy)
+    if not loss.requires_grad:
+        remedy = "compute it from model_output.logprobs, without detach(), item() or numpy()"
+        raise _wrong("loss_fn", "the loss does not depend on the model's logprobs", remedy)
+
+
+def _check_gradient(gradient: torch.Tensor, row: int) -> None:
+    import torch
+
+    if not bool(torch.isfinite(gradient).all()):
+        remedy = "guard what has no slope there, such as a root or a power of 0"
+        what = f"its gradient is not finite in row {row} of the batch, though the loss is"
+        raise _wrong("loss_fn", what, remedy)
+
+
+def _wrong(where: str, what: str, remedy: str) -> UserError:
+    return UserError(Problem(where, what, remedy))
+
+
+def _a(value: Any) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
