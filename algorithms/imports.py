@@ -8,6 +8,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from backends.registry import import_error
+
 
 def import_modules(names: Any) -> bool:
     """Import modules by name; whether any was not imported before.
@@ -40,8 +42,11 @@ def import_path(path: str) -> Any:
 def _import(name: str) -> ModuleType:
     if (here := str(Path.cwd())) not in sys.path and "" not in sys.path:
         sys.path.append(here)  # behind all others, so that it hides nothing
+    if name.endswith(".py") or "/" in name:
+        module = ".".join(Path(name.removesuffix(".py")).parts)
+        raise ValueError(f"{name!r} is a file, and a module is wanted: write {module}")
     try:
         return import_module(name)
-    except Exception as error:
-        what = f"{name} does not import: {type(error).__name__}: {error}"
-        raise ValueError(f"{what} (looked in the working directory too)") from error
+    except (Exception, SystemExit) as error:  # a script that exits is no end of ours
+        looked = f" (looked in {here} too)" if isinstance(error, ModuleNotFoundError) else ""
+        raise ValueError(f"{name} does not import: {import_error(error)}{looked}") from error

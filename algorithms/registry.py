@@ -22,7 +22,7 @@ from algorithms.data.dataset import DATA_SOURCES
 from algorithms.data.transforms import TRANSFORMS
 from algorithms.rewards.verifiers import VERIFIERS
 from algorithms.rollouts.environment import ENVIRONMENTS
-from backends.registry import BACKENDS, Registry
+from backends.registry import BACKENDS, Registry, misplaced
 
 T = TypeVar("T", bound=type)
 
@@ -41,6 +41,7 @@ ALGORITHMS: Registry[type[BaseAlgorithm]] = Registry(
         "local_rl": "algorithms.local_rl:LocalRL",
     },
     config=("Config", BaseAlgorithmConfig),
+    bases=(BaseAlgorithm,),
 )
 
 CALLBACKS: Registry[type[Callback]] = Registry(
@@ -56,6 +57,7 @@ CALLBACKS: Registry[type[Callback]] = Registry(
         "trackio": "algorithms.watchers.trackio:Trackio",
     },
     config=("Config", BaseModel),
+    bases=(Callback,),
 )
 
 REGISTRIES: dict[str, Registry[Any]] = {
@@ -71,7 +73,13 @@ REGISTRIES: dict[str, Registry[Any]] = {
 
 def _registering(registry: Registry[Any]) -> Callable[[str], Callable[[T], T]]:
     def register(kind: str) -> Callable[[T], T]:
-        """Class decorator: make the class known to this process under `kind`."""
+        """Class decorator: make the class known to this process under `kind`.
+
+        What it decorates is refused with a TypeError if it lacks a part.
+        """
+        if isinstance(kind, type):  # the decorator without its parentheses
+            example = f'@register_{registry.what}("my_{registry.what}")'
+            raise TypeError(f"{kind.__name__} lacks its name: write {example} above it")
 
         def decorate(item: T) -> T:
             registry.register(kind, item)
@@ -113,4 +121,6 @@ def listings() -> list[Listing]:
             lines.append(Listing(group, row.kind, row.summary, row.origin))
         for kind, error in sorted(registry.broken().items()):
             lines.append(Listing(group, kind, "", "", error))
+    for name, error in misplaced(registry.group for registry in REGISTRIES.values()).items():
+        lines.append(Listing("plug-ins", name, "", "", error))
     return lines

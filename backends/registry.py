@@ -8,16 +8,20 @@ the others work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from backends.base import BackendKind, BackendParams
 
 T = TypeVar("T")
+
+_HERE = Path(__file__)
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,9 @@ class Row(Generic[T]):
 class Registry(Generic[T]):
     """One list of kinds; `what` is the word for one of them in messages.
 
-    `config` says where an item has its parameters and what these derive from; an item without is
-    as broken as one that does not import.
+    `config` says where an item has its parameters and what these derive from, `bases` what it
+    derives from itself (one of them, if any are given), `methods` what it has to define. An item
+    without is as broken as one that does not import.
     """
 
     def __init__(
@@ -48,12 +53,16 @@ class Registry(Generic[T]):
         group: str,
         built_in: Mapping[str, str],
         config: tuple[str, type] | None = None,
+        bases: tuple[type, ...] = (),
+        methods: tuple[str, ...] = (),
     ) -> None:
         self.what = what
         self.group = group
         self.on_change: list[Callable[[], object]] = []
         self._built_in = dict(built_in)
         self._config = config
+        self._bases = bases
+        self._methods = methods
         self._loading = False
         self._registered: dict[str, Row[T]] = {}
         self._loaded: dict[str, Row[T]] | None = None
@@ -85,7 +94,7 @@ class Registry(Generic[T]):
     def register(self, kind: str, item: T) -> None:
         """Add a kind in this process.
 
-        Raises ValueError if the name is a built-in one's, TypeError if the item lacks its config.
+        Raises ValueError if the name is a built-in one's, TypeError if the item lacks a part.
         """
         if kind in self._built_in and load(self._built_in[kind]) is not item:
             raise ValueError(f"the {self.what} {kind!r} is built in: choose another name")
@@ -111,38 +120,84 @@ class Registry(Generic[T]):
                 changed()
 
     def _check(self, item: Any) -> None:
-        if self._config is None:
-            return
-        name, base = self._config
-        config = getattr(item, name, None)
-        if not (isinstance(config, type) and issubclass(config, base)):
-            raise TypeError(f"{self.what} {item!r} needs a {name} class derived from {base}")
+        """Raises TypeError, with what is missing, for an item that no run could use."""
+        if lacking := self._lacking(item):
+            raise TypeError(f"{_name(item)} is no {self.what}: {lacking}")
+
+    def _lacking(self, item: Any) -> str | None:
+        if (self._config or self._bases or self._methods) and not isinstance(item, type):
+            return "it is not a class"
+        if self._bases and not issubclass(item, self._bases):
+            return f"it does not derive from {' or '.join(map(_name, self._bases))}"
+        if self._config is not None:
+            name, base = self._config
+            config = getattr(item, name, None)
+            if not (isinstance(config, type) and issubclass(config, base)):
+                return f"it needs a {name} class derived from {_name(base)}"
+        defined = {name for cls in getattr(item, "__mro__", ())[:-1] for name in vars(cls)}
+        abstract = set(getattr(item, "__abstractmethods__", ()))
+        missing = sorted(abstract | (set(self._methods) - defined))
+        return f"it does not define {', '.join(missing)}" if missing else None
 
     def _load(self) -> tuple[dict[str, Row[T]], dict[str, str]]:
         sources = [(kind, path, "built in") for kind, path in self._built_in.items()]
         broken: dict[str, str] = {}
-        for point in _all_entry_points().select(group=self.group):
+        brought: dict[str, str] = {}
+        for point in sorted(_all_entry_points().select(group=self.group), key=_origin):
             origin = _origin(point)
             if point.name in self._built_in:
                 broken[f"{point.name} ({origin})"] = f"the name {point.name!r} is built in"
+            elif (first := brought.setdefault(point.name, origin)) != origin:
+                broken[f"{point.name} ({origin})"] = f"{first} brings {point.name!r} already"
             else:
                 sources.append((point.name, point.value, origin))
         rows: dict[str, Row[T]] = {}
         for kind, path, origin in sources:
             try:
                 item = load(path)
-                self._check(item)
-            except Exception as error:  # noqa: BLE001  (anyone's code; reported, not swallowed)
-                broken[kind] = f"{path} ({origin}) does not import: {type(error).__name__}: {error}"
+            except (Exception, SystemExit) as error:  # noqa: BLE001  (anyone's code; reported)
+                broken[kind] = f"{path} ({origin}) does not import: {import_error(error)}"
+                continue
+            if lacking := self._lacking(item):
+                broken[kind] = f"{path} ({origin}) is no {self.what}: {lacking}"
             else:
                 rows[kind] = Row(kind, item, origin)
         return rows, broken
 
 
+def misplaced(groups: Iterable[str]) -> dict[str, str]:
+    """Plug-ins in a group of ours that does not exist, with their origin and what is wrong."""
+    points, known = _all_entry_points(), sorted(groups)
+    return {
+        point.name: f"{_origin(point)} names it in {group}, and there is no such group: "
+        f"choose from {', '.join(known)}"
+        for group in sorted(points.groups)
+        if group.startswith("flowtune.") and group not in known
+        for point in points.select(group=group)
+    }
+
+
 def load(path: str) -> Any:
-    """The object behind `module:attribute`."""
+    """The object behind `module:attribute`. Raises ValueError for a path that is not that."""
     module, _, attribute = path.partition(":")
+    if not attribute:
+        raise ValueError("an entry point names a class, as in my_package.losses:FocalLoss")
     return getattr(import_module(module), attribute)
+
+
+def import_error(error: BaseException) -> str:
+    """What went wrong in a module, and the line of it that Python had come to."""
+    words = f"{type(error).__name__}: {error}"
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) != _HERE]
+    theirs = [frame for frame in frames if "importlib" not in frame.filename]
+    if isinstance(error, SyntaxError) or not theirs:  # says its line itself; failed before any
+        return words
+    return f"{words} ({theirs[-1].filename}, line {theirs[-1].lineno})"
+
+
+def _name(item: Any) -> str:
+    is_named = hasattr(item, "__qualname__")
+    return f"{item.__module__}.{item.__qualname__}" if is_named else repr(item)
 
 
 @cache
@@ -165,6 +220,7 @@ BACKENDS: Registry[type[BackendKind]] = Registry(
         "mock": "backends.mock:MockKind",
     },
     config=("Params", BackendParams),
+    methods=("check", "open"),
 )
 
 

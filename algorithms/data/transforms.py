@@ -70,6 +70,7 @@ TRANSFORMS: Registry[Callable[[Any], Transform]] = Registry(
         "template": "algorithms.data.transform_kinds:Template",
     },
     config=("Config", BaseModel),
+    bases=(RowTransform, OrderTransform),
 )
 
 

@@ -131,4 +131,5 @@ VERIFIERS: Registry[type[Verifier]] = Registry(
         "weighted": "algorithms.rewards.weighted:Weighted",
     },
     config=("Config", VerifierConfig),
+    methods=("__init__", "__call__"),
 )

@@ -102,6 +102,7 @@ ENVIRONMENTS: Registry[type[Environment]] = Registry(
         "guess_number": "algorithms.rollouts.guess_number:GuessNumber",
     },
     config=("Config", EnvironmentConfig),
+    bases=(Environment,),
 )
 
 

@@ -56,7 +56,9 @@ class SayIt(Environment):
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A module in the working directory that nobody has imported yet."""
     (tmp_path / "my_own_kinds.py").write_text(MODULE)
-    (tmp_path / "my_broken_kinds.py").write_text("1 / 0")
+    (tmp_path / "my_broken_kinds.py").write_text("\n1 / 0")
+    (tmp_path / "my_unread_kinds.py").write_text("x = 1\ny = (")
+    (tmp_path / "my_script.py").write_text("raise SystemExit('bye')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield "my_own_kinds"
@@ -109,8 +111,15 @@ def test_their_parameters_are_checked_like_any(module: str) -> None:
 @pytest.mark.parametrize(
     ("imports", "said"),
     [
-        (["my_missing_kinds"], "my_missing_kinds does not import: ModuleNotFoundError"),
-        (["my_broken_kinds"], "my_broken_kinds does not import: ZeroDivisionError"),
+        (["my_missing_kinds"], r"does not import: ModuleNotFoundError: .* \(looked in .* too\)"),
+        (
+            ["my_broken_kinds"],
+            r"does not import: ZeroDivisionError: .*my_broken_kinds.py, line 2\)$",
+        ),
+        (["my_unread_kinds"], r"does not import: SyntaxError: .*my_unread_kinds.py, line 2\)$"),
+        (["my_script"], "my_script does not import: SystemExit: bye"),
+        (["my_own_kinds.py"], "is a file, and a module is wanted: write my_own_kinds$"),
+        (["./parts/my_own_kinds.py"], "write parts.my_own_kinds$"),
         ("my_own_kinds", "should be a valid list"),
     ],
 )

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from pydantic import BaseModel
 
+from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig
 from algorithms.check import check_experiment
+from algorithms.data.transforms import RowTransform, TransformConfig
 from algorithms.experiment import Experiment, parse_experiment
 from algorithms.mock_sft import MockSFT
 from algorithms.registry import (
@@ -21,8 +24,11 @@ from algorithms.registry import (
     listings,
     register_algorithm,
 )
+from algorithms.rewards.verifiers import VerifierConfig
+from algorithms.rollouts.environment import Environment
 from algorithms.sft import SFT, SFTConfig
 from backends.errors import UserError
+from backends.mock import MockParams
 from tests.algorithms.samples import document, experiment, open_backend, train
 from tests.algorithms.sampling_algorithm import Sampling
 
@@ -97,6 +103,68 @@ def test_a_built_in_name_cannot_be_taken() -> None:
     ALGORITHMS.forget("sft")
 
 
+def lacking() -> list[tuple[str, type, str]]:
+    """Of each list a class that looks like one of its items and lacks a part; what is said."""
+
+    class Unfinished(BaseAlgorithm):
+        async def setup(self, ctx: Any, backend: Any) -> None: ...
+
+    class OtherConfig(SFT):
+        Config: ClassVar[Any] = BaseModel
+
+    class NoInit:
+        Config = VerifierConfig
+
+        def __call__(self, row: Any, completion: str) -> float:
+            return 1.0
+
+    class NoOpen:
+        Params = MockParams
+
+        @staticmethod
+        def check(params: Any, model: Any) -> list[Any]:
+            return []
+
+    class Plain:
+        Config = TransformConfig
+
+    class NoStep(Environment):
+        async def start(self) -> str:
+            return ""
+
+    class NoApply(RowTransform):
+        pass
+
+    return [
+        ("algorithms", Unfinished, "it does not define build_batch"),
+        ("algorithms", OtherConfig, "derived from algorithms.base.BaseAlgorithmConfig"),
+        ("algorithms", Plain, "it does not derive from algorithms.base.BaseAlgorithm"),
+        ("algorithms", MockSFT(BaseAlgorithmConfig()), "it is not a class"),  # type: ignore[list-item]
+        ("verifiers", NoInit, "it does not define __init__"),
+        ("verifiers", Plain, "it needs a Config class derived from"),
+        ("backends", NoOpen, "it does not define open"),
+        ("callbacks", Plain, "it does not derive from algorithms.callbacks.Callback"),
+        ("environments", NoStep, "it does not define step"),
+        ("environments", Plain, "it does not derive from"),
+        ("transforms", NoApply, "it does not define apply"),
+        ("transforms", Plain, "algorithms.data.transforms.RowTransform or algorithms.data"),
+    ]
+
+
+@pytest.mark.parametrize(("group", "item", "said"), lacking())
+def test_a_class_that_lacks_a_part_is_refused_when_it_is_registered(
+    group: str, item: type, said: str
+) -> None:
+    with pytest.raises(TypeError, match=said):
+        REGISTRIES[group].register("lacking", item)
+    assert "lacking" not in REGISTRIES[group].rows()
+
+
+def test_a_decorator_without_its_name_is_told() -> None:
+    with pytest.raises(TypeError, match=r'MockSFT lacks its name: write .*"my_algorithm"'):
+        register_algorithm(MockSFT)  # type: ignore[arg-type]
+
+
 # --- plug-ins -----------------------------------------------------------------------------------
 
 PLUGIN = '''
@@ -142,6 +210,8 @@ broken = house_plugin_that_is_gone:Nothing
 sft = house_plugin:HouseSFT
 self_made = house_plugin:SelfMade
 bare = house_plugin:Bare
+whole_module = house_plugin
+leaves = house_plugin_that_leaves:Nothing
 
 [flowtune.verifiers]
 house_match = house_plugin:ExactMatch
@@ -150,14 +220,27 @@ house_match = house_plugin:ExactMatch
 shout = house_plugin:Shout
 """
 
+OTHER_ENTRY_POINTS = """
+[flowtune.algorithms]
+house = house_plugin:SelfMade
+
+[flowtune.recipes]
+hut = house_plugin:HouseSFT
+"""
+
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "house_plugin.py").write_text(PLUGIN)
+    (tmp_path / "house_plugin_that_leaves.py").write_text("import sys\n\nsys.exit('I leave')\n")
     info = tmp_path / "house-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: house\nVersion: 1.2\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    other = tmp_path / "hut-0.1.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: hut\nVersion: 0.1\n")
+    (other / "entry_points.txt").write_text(OTHER_ENTRY_POINTS)
     monkeypatch.syspath_prepend(str(tmp_path))
     importlib.invalidate_caches()
     for registry in REGISTRIES.values():
@@ -207,10 +290,22 @@ def test_a_broken_plug_in_is_named_and_the_rest_works() -> None:
     assert "No module named 'house_plugin_that_is_gone'" in broken["broken"]
     assert "plug-in house 1.2" in broken["broken"]
     bare = next(line.error for line in listings() if line.kind == "bare")
-    assert "needs a Config class" in str(bare)
+    assert "is no algorithm: it does not derive from algorithms.base.BaseAlgorithm" in str(bare)
+    assert (
+        "an entry point names a class, as in my_package.losses:FocalLoss" in broken["whole_module"]
+    )
+    assert "does not import: SystemExit: I leave" in broken["leaves"]
+    assert "house_plugin_that_leaves.py, line 3)" in broken["leaves"]
     taken = {line.kind: line.error for line in listings() if line.group == "algorithms"}
     assert taken["sft (plug-in house 1.2)"] == "the name 'sft' is built in"
     assert algorithm_class("sft") is SFT
+    twice = {
+        kind: why for kind, why in taken.items() if str(why).endswith("brings 'house' already")
+    }
+    assert len(twice) == 1
+    (misplaced,) = [line for line in listings() if line.group == "plug-ins"]
+    assert misplaced.kind == "hut"
+    assert str(misplaced.error).startswith("plug-in hut 0.1 names it in flowtune.recipes, and")
     with pytest.raises(UserError) as caught:
         experiment(algorithm={"kind": "broken"})
     (problem,) = caught.value.problems

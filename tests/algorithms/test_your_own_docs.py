@@ -17,7 +17,13 @@ from algorithms.registry import CALLBACKS
 DOCS = Path(__file__).parents[2] / "docs"
 PAGE = (DOCS / "your-own.md").read_text()
 FLOWTUNE = [sys.executable, "-m", "flows.cli"]
-BROKEN = '\n[project.entry-points."flowtune.data"]\nbroken = "my_losses:NotThere"\n'
+BROKEN = """
+[project.entry-points."flowtune.data"]
+broken = "my_losses:NotThere"
+
+[project.entry-points."flowtune.algorithm"]
+misspelt = "my_losses:FocalLoss"
+"""
 
 
 def files() -> dict[str, str]:
@@ -57,7 +63,7 @@ def flowtune(
     *words: str, at: Path, site: Path | None = None, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     places = [str(Path(__file__).parents[2]), *([str(site)] if site else [])]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "COLUMNS": "200"}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "COLUMNS": "400"}
     done = subprocess.run(
         [*FLOWTUNE, *words], cwd=at, env=env, capture_output=True, text=True, timeout=120
     )
@@ -87,6 +93,22 @@ def test_the_page_has_the_files_and_commands_that_are_tried_here() -> None:
     ]
 
 
+def test_a_backend_of_ones_own_goes_on_from_a_checkpoint(folder: Path) -> None:
+    ask = (
+        "import asyncio, my_backend\n"
+        "from unittest.mock import patch\n"
+        "async def opened(params, model, state): return state\n"
+        "with patch.object(my_backend.MockKind, 'open', opened):\n"
+        "    params = my_backend.CountedParams()\n"
+        "    print(asyncio.run(my_backend.Counted.open(params, None, 'saved'))._client)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(DOCS.parent)])}
+    done = subprocess.run(
+        [sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "saved\n"
+
+
 def test_a_loss_of_ones_own(folder: Path) -> None:
     shown = flowtune("validate", "my_loss.yaml", at=folder).stdout
     assert "my-loss is in order" in shown
@@ -107,7 +129,10 @@ def test_the_loss_is_plain_sft_where_gamma_is_nothing(folder: Path) -> None:
         "import my_losses\n"
         "from algorithms.base import TrainingBatch\n"
         "from algorithms.sft import SFT\n"
-        "async def batch(self, step): return TrainingBatch([], 'cross_entropy')\n"
+        "made = []\n"
+        "async def batch(self, step):\n"
+        "    made.append(TrainingBatch([], 'cross_entropy'))\n"
+        "    return made[-1]\n"
         "SFT.build_batch = batch\n"
         "datum = N(loss_fn_inputs={'weights': N(to_numpy=lambda: [0.0, 1.0, 1.0])})\n"
         "logprobs = torch.log(torch.tensor([0.9, 0.5, 0.25]))\n"
@@ -115,6 +140,7 @@ def test_the_loss_is_plain_sft_where_gamma_is_nothing(folder: Path) -> None:
         "    one = my_losses.FocalLoss(my_losses.FocalConfig(gamma=gamma))\n"
         "    loss = asyncio.run(one.build_batch(0)).loss_fn\n"
         "    print(float(loss(N(logprobs_per_datum=[logprobs] * 2), [datum] * 2)))\n"
+        "    assert made[-1].metrics['focal'] > 0\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), str(DOCS.parent)])}
     done = subprocess.run(
@@ -136,11 +162,16 @@ def test_parts_of_ones_own(folder: Path) -> None:
 def test_a_package_with_every_kind_of_entry_point(site: Path, tmp_path: Path) -> None:
     shown = flowtune("list", at=tmp_path, site=site).stdout
     lines = [line.rstrip() for line in shown.splitlines()]
-    for kind in ("focal_loss", "short", "say_it_again", "polite", "budget", "slow_mock"):
+    for kind in ("focal_loss", "short", "say_it_again", "polite", "budget", "counted"):
         (line,) = [line for line in lines if re.search(rf"\b{kind}\b", line)]
         assert line.endswith("plug-in house-recipes 1.2"), line
     (broken,) = [line for line in lines if "NotThere" in line]
     assert "house-recipes 1.2" in broken
+    (misspelt,) = [line for line in lines if "misspelt" in line]
+    assert (
+        "plug-in house-recipes 1.2 names it in flowtune.algorithm, and there is no such group"
+        in misspelt
+    )
     schema = json.loads(
         flowtune("schema", "algorithm", "focal_loss", at=tmp_path, site=site).stdout
     )
@@ -152,7 +183,7 @@ def test_all_of_a_package_is_chosen_by_a_yaml_without_imports(site: Path, tmp_pa
     rows = {"kind": "rows", "rows": [{"prompt": "Say three.", "completion": "three"}]}
     del experiment["imports"]
     experiment["data"]["transforms"] = [{"kind": "polite"}]
-    experiment["backend"] = {"kind": "slow_mock"}
+    experiment["backend"] = {"kind": "counted"}
     experiment["callbacks"] = [{"kind": "budget", "params": {"steps": 9}}]
     experiment["evaluations"] = [
         {"name": "short", "data": rows, "verifier": {"kind": "short"}},
@@ -162,6 +193,7 @@ def test_all_of_a_package_is_chosen_by_a_yaml_without_imports(site: Path, tmp_pa
     done = flowtune("run", "all.yaml", "--dry-run", at=tmp_path, site=site)
     assert "3 steps done" in done.stdout
     assert "Please: What is" in done.stdout
+    assert (tmp_path / "calls.txt").read_text() == "3"
     assert (tmp_path / "told.txt").read_text().split() == ["1", "2", "3"]
 
 
