@@ -6,10 +6,8 @@ Imports no compute library; a model is judged by its files, a hub name by its sh
 
 from __future__ import annotations
 
-import difflib
-import json
-import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,15 +28,14 @@ from algorithms.experiment import (
     ModelSection,
     model_spec,
 )
+from algorithms.model_facts import model_problems, vocabulary, weights_problems
 from algorithms.registry import ALGORITHMS
+from algorithms.teachers import TeacherSection, teacher_problems
 from backends.base import ModelSpec
 from backends.errors import FlowtuneError, Problem, UserError
 from backends.mock import MockKind
 
 T = TypeVar("T")
-
-HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def check_experiment(
@@ -176,88 +173,21 @@ def _read_held_out(spec: EvaluationSpec, where: str, problems: list[Problem]) ->
 def _check_model(sections: _Sections, datasets: list[Dataset], problems: list[Problem]) -> None:
     if sections.model is None:
         return
-    problems.extend(model_problems(sections.model.name, any(map(_holds_chat, datasets))))
-    source = sections.model.init_from
-    if source is not None and "://" not in source:
-        adapter = Path(source).expanduser() / "adapter_model.safetensors"
-        if not adapter.is_file():
-            problems.append(
-                Problem(
-                    "model.init_from",
-                    f"there is no {adapter}",
-                    "give the folder of a checkpoint, as a run's checkpoints/step-… is",
-                )
-            )
+    model = sections.model
+    problems.extend(model_problems(model.name, any(map(_holds_chat, datasets))))
+    if model.init_from is not None:
+        problems.extend(weights_problems(model.init_from, "model.init_from"))
+    for name, value in sections.algorithm.params if sections.algorithm is not None else ():
+        if isinstance(value, TeacherSection):
+            where = f"algorithm.params.{name}"
+            check = partial(teacher_problems, value, model.name, where, vocabulary)
+            problems.extend(_collect(problems, check) or [])
 
 
 def _holds_chat(dataset: Dataset) -> bool:
     return any(
         "messages" in row or any(isinstance(row.get(name), list) for name in ("prompt", "chosen"))
         for row in dataset.rows
-    )
-
-
-def model_problems(name: str, chat: bool) -> list[Problem]:
-    """What is wrong with a model's name or the files of its folder; `chat` asks for a template."""
-    where = "model.name"
-    folder = Path(name).expanduser()
-    if folder.is_file():
-        return [Problem(where, f"{name} is a file", "give the model's folder")]
-    if not folder.is_dir():
-        owner = name.partition("/")[0]
-        if HUB_NAME.fullmatch(name) and not Path(owner).is_dir():
-            return []
-        return [Problem(where, f"there is no folder {name}", _nearest_folder(folder))]
-    problems = []
-    if not (folder / "config.json").is_file():
-        problems.append(Problem(where, f"{name} has no config.json", "is this a model's folder?"))
-    if not any(folder.glob("*.safetensors")):
-        problems.append(
-            Problem(
-                where,
-                f"{name} has no weights",
-                "put model.safetensors there; pickled .bin files are not read",
-            )
-        )
-    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
-        problems.append(
-            Problem(
-                where,
-                f"{name} has no tokenizer",
-                "put tokenizer.json and tokenizer_config.json there",
-            )
-        )
-    elif chat and not _has_template(folder):
-        problems.append(
-            Problem(
-                where,
-                f"the tokenizer of {name} has no chat template, and the data holds chat rows",
-                "put a chat_template.jinja there, take an instruct model, or give the rows as "
-                "prompt and completion strings",
-            )
-        )
-    return problems
-
-
-def _has_template(folder: Path) -> bool:
-    if (folder / "chat_template.jinja").is_file():
-        return True
-    try:
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(config, dict) and bool(config.get("chat_template"))
-
-
-def _nearest_folder(folder: Path) -> str:
-    parent = folder.parent
-    names = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
-    near = difflib.get_close_matches(folder.name, names, n=1)
-    if near:
-        return f"did you mean {parent / near[0]}?"
-    return (
-        f"give a folder, relative to the working directory ({Path.cwd()}), or a hub name such as "
-        "Qwen/Qwen3-0.6B"
     )
 
 

@@ -11,14 +11,14 @@ import numpy.typing as npt
 from pydantic import Field
 
 from algorithms.base import BaseAlgorithmConfig, RunContext, TrainingBatch
-from algorithms.data.shapes import Row, prompt_problem, read_prompt
+from algorithms.data.shapes import Row, prompt_problem, read_prompt, read_tools
 from algorithms.distilling import Distilling, DistillingConfig, Question, Scored
 from algorithms.rollouts.scenes import dressed
 from algorithms.rollouts.trajectory import Turn
 from algorithms.soft_targets import FloatArray
-from algorithms.teachers import TeacherSection, open_teacher, vocabulary_problem
+from algorithms.teachers import TeacherSection, check_teacher, open_teacher
 from backends.base import Backend, SamplingClient
-from backends.errors import Problem, UserError
+from backends.errors import Problem
 from backends.mock import MockKind
 
 if TYPE_CHECKING:
@@ -56,14 +56,9 @@ class Distill(Distilling):
         """Look at every row, and open the teacher if it speaks the student's vocabulary."""
         await super().setup(ctx, backend)
         section: TeacherSection = self.cfg.teacher
-        other = section.model not in (None, ctx.config.model.name)
-        if other and ctx.config.backend.kind != MockKind.kind:  # its models are only names
-            assert section.model is not None
-            problem = await asyncio.to_thread(
-                vocabulary_problem, section.model, ctx.tokenizer, f"{WHERE}.model"
-            )
-            if problem is not None:
-                raise UserError(problem)
+        if ctx.config.backend.kind != MockKind.kind:  # its models are only names
+            student = ctx.config.model.name
+            await asyncio.to_thread(check_teacher, section, student, ctx.tokenizer, WHERE)
         self._teacher = await open_teacher(backend, section, WHERE)
 
     def question(self, row: Row, place: str) -> Question:
@@ -72,7 +67,7 @@ class Distill(Distilling):
         asked = read_prompt(row)
         if not isinstance(asked, str):
             asked = dressed(asked, cfg.system_prompt, cfg.user_template)
-        prompt = self._voice.opening(asked, row.get("tools"), place).prompt.tokens
+        prompt = self._voice.of(row).opening(asked, read_tools(row), place).prompt.tokens
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
         return Question(messages, prompt, prompt)
 

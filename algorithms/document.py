@@ -48,6 +48,8 @@ def read_document(path: str | Path) -> Document:
         raise UserError(
             Problem(str(path), "there is no such file", nearest_file(str(path)))
         ) from None
+    except IsADirectoryError:
+        raise UserError(Problem(str(path), "is a folder", "name a YAML file in it")) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(Problem(str(path), f"cannot be read ({error})")) from error
     try:
@@ -163,6 +165,10 @@ def _explain(detail: ErrorDetails, root: type[BaseModel]) -> Problem:
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(where, f"{_show(value)} is not a section", "write its fields below it")
     message = detail["msg"]
+    if kind == "too_short":
+        return Problem(
+            where, f"{_show(value)} is too short", f"give {context['min_length']} or more"
+        )
     if kind == "literal_error":
         expected = re.findall(r"'([^']*)'", str(context.get("expected", "")))
         return Problem(

@@ -81,9 +81,12 @@ class LocalRL(LocalAlgorithm):
         return config
 
     def row_problem(self, row: Row, place: str) -> Problem | None:
-        """A row needs a prompt, without tools, and what the verifier asks for."""
+        """A row needs a prompt, without tools of its own, and what the verifier asks for."""
         if row.get("tools"):
             return Problem(place, "has tools, which local_rl cannot call", "use rl for these")
+        if row.get("chat_template_kwargs"):
+            what = "has chat_template_kwargs, and TRL renders all prompts alike"
+            return Problem(place, what, "use rl for these, or trainer.chat_template_kwargs for all")
         return prompt_problem(row, place) or check_row(self._verifier, row, place)
 
     def code(self) -> list[object]:

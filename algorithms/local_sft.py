@@ -9,7 +9,7 @@ from pydantic import Field
 
 from algorithms.base import BaseAlgorithmConfig, RunContext
 from algorithms.data.rendering import Supervise, render_rows
-from algorithms.data.shapes import Row, row_problem
+from algorithms.data.shapes import Row, supervised_problem
 from algorithms.local.algorithm import LocalAlgorithm
 from algorithms.local.options import LocalConfig, Refusals
 from backends.errors import Problem, UserError
@@ -49,7 +49,7 @@ class LocalSFT(LocalAlgorithm):
     @classmethod
     def check_row(cls, row: Row, place: str) -> Problem | None:
         """A row needs an assistant turn or a completion."""
-        return row_problem(row, place)
+        return supervised_problem(row, place)
 
     @classmethod
     def options_class(cls) -> type:

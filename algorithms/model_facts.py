@@ -6,18 +6,25 @@ files that are in the local cache are read; only `read_config` fetches one, of s
 
 from __future__ import annotations
 
+import difflib
 import json
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from backends.errors import Problem, UserError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each weight, by name."""
 
 INDEX = "model.safetensors.index.json"
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def file_of(model: str, name: str) -> Path | None:
@@ -98,3 +105,98 @@ def weight_shapes(model: str) -> Shapes | None:
             key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"
         }
     return shapes
+
+
+def read_tokenizer(model: str) -> Tokenizer | None:
+    """Its tokenizer.json; None if that is not on this machine. Raises UserError for a bad one."""
+    path = file_of(model, "tokenizer.json")
+    if path is None:
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no error of its own
+        what, remedy = f"is no tokenizer: {error}", "take the model's own file"
+        raise UserError(Problem(str(path), what, remedy)) from error
+
+
+def vocabulary(model: str) -> Mapping[str, int] | None:
+    """The number of each token; None if the model's tokenizer.json is not on this machine."""
+    tokenizer = read_tokenizer(model)
+    return None if tokenizer is None else tokenizer.get_vocab()
+
+
+# --- what is wrong with it ----------------------------------------------------------------------
+
+
+def weights_problems(source: str, where: str) -> list[Problem]:
+    """What is wrong with a checkpoint's folder; addresses elsewhere are left to who reads them."""
+    adapter = Path(source).expanduser() / "adapter_model.safetensors"
+    if "://" in source or adapter.is_file():
+        return []
+    remedy = "give the folder of a checkpoint, as a run's checkpoints/step-… is"
+    return [Problem(where, f"there is no {adapter}", remedy)]
+
+
+def model_problems(name: str, chat: bool, where: str = "model.name") -> list[Problem]:
+    """What is wrong with a model's name or the files of its folder; `chat` asks for a template."""
+    folder = Path(name).expanduser()
+    if folder.is_file():
+        return [Problem(where, f"{name} is a file", "give the model's folder")]
+    if not folder.is_dir():
+        owner = name.partition("/")[0]
+        if HUB_NAME.fullmatch(name) and not Path(owner).is_dir():
+            return []
+        return [Problem(where, f"there is no folder {name}", _nearest_folder(folder))]
+    problems = []
+    if not (folder / "config.json").is_file():
+        problems.append(Problem(where, f"{name} has no config.json", "is this a model's folder?"))
+    if not any(folder.glob("*.safetensors")):
+        problems.append(
+            Problem(
+                where,
+                f"{name} has no weights",
+                "put model.safetensors there; pickled .bin files are not read",
+            )
+        )
+    if not any((folder / file).is_file() for file in TOKENIZER_FILES):
+        problems.append(
+            Problem(
+                where,
+                f"{name} has no tokenizer",
+                "put tokenizer.json and tokenizer_config.json there",
+            )
+        )
+    elif chat and not _has_template(folder):
+        problems.append(
+            Problem(
+                where,
+                f"the tokenizer of {name} has no chat template, and the data holds chat rows",
+                "put a chat_template.jinja there, take an instruct model, or give the rows as "
+                "prompt and completion strings",
+            )
+        )
+    return problems
+
+
+def _has_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def _nearest_folder(folder: Path) -> str:
+    parent = folder.parent
+    names = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
+    near = difflib.get_close_matches(folder.name, names, n=1)
+    if near:
+        return f"did you mean {parent / near[0]}?"
+    return (
+        f"give a folder, relative to the working directory ({Path.cwd()}), or a hub name such as "
+        "Qwen/Qwen3-0.6B"
+    )

@@ -11,11 +11,13 @@ Each stage is a run of its own: `<run id>-1-sft`, `<run id>-2-dpo`. The optimize
 
 from __future__ import annotations
 
+import difflib
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator
 
 from algorithms.check import check_experiment
 from algorithms.document import Document, explain, read_document, with_overrides
@@ -38,6 +40,8 @@ from backends.storage.checkpoints import Retention
 
 OF_A_STAGE = ("data", "algorithm", "evaluations", "checkpoints")
 """The sections of an experiment that each stage has for itself."""
+
+_FIELD_OF_A_STAGE = re.compile(r"stages\[\d+\]\.(\w+)")
 
 
 class Stage(Section):
@@ -89,19 +93,20 @@ class StagedExperiment(WithImports):
     def _name(cls, name: str) -> str:
         return plain_name(name)
 
-    @model_validator(mode="after")
-    def _they_follow_each_other(self) -> StagedExperiment:
-        names = [stage.name for stage in self.stages]
+    @field_validator("stages")
+    @classmethod
+    def _they_follow_each_other(cls, stages: list[Stage]) -> list[Stage]:
+        names = [stage.name for stage in stages]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two stages are called {twice[0]!r}: give each its own name")
-        ranks = {stage.name: stage.algorithm.params.lora_rank for stage in self.stages}
+        ranks = {stage.name: stage.algorithm.params.lora_rank for stage in stages}
         if len(set(ranks.values())) > 1:
             listed = ", ".join(f"{name} {rank}" for name, rank in ranks.items())
             raise ValueError(
                 f"the stages' lora_rank differ ({listed}), and a stage goes on with the adapter of "
                 "the one before: give all the same"
             )
-        return self
+        return stages
 
     @classmethod
     def load(cls, path: str | Path, overrides: Iterable[str] = ()) -> StagedExperiment:
@@ -109,7 +114,7 @@ class StagedExperiment(WithImports):
         try:
             return cls.model_validate(with_overrides(read_document(path), overrides))
         except ValidationError as error:
-            raise UserError(*explain(error, cls)) from None
+            raise UserError(*_explained(error)) from None
 
     def run_id(self, run_id: str, index: int) -> str:
         """The run of a stage (from 0)."""
@@ -128,17 +133,20 @@ class StagedExperiment(WithImports):
 on_new_kinds(Stage, StagedExperiment)
 
 
-def stage_documents(document: Document) -> list[Document]:
-    """Each stage of a document as an experiment's document; what is no mapping is left out."""
-    common = {
-        name: value for name, value in document.items() if name not in ("stages", *OF_A_STAGE)
-    }
+def stage_documents(document: Document) -> dict[int, Document]:
+    """Each stage (from 0) as an experiment's document; what is no mapping is left out."""
+    shared = StagedExperiment.model_fields.keys() & Experiment.model_fields.keys()
+    common = {name: value for name, value in document.items() if name in shared}
     stages = document.get("stages")
-    return [
-        {**common, **stage, "name": f"{document.get('name')}-{stage.get('name')}"}
-        for stage in (stages if isinstance(stages, list) else [])
+    return {
+        index: {
+            **common,
+            **{name: stage[name] for name in OF_A_STAGE if name in stage},
+            "name": f"{document.get('name')}-{stage.get('name')}",
+        }
+        for index, stage in enumerate(stages if isinstance(stages, list) else [])
         if isinstance(stage, dict)
-    ]
+    }
 
 
 def check_stages(
@@ -151,22 +159,59 @@ def check_stages(
     try:
         staged = StagedExperiment.model_validate(document)
     except ValidationError as error:
-        problems = explain(error, StagedExperiment)
-    for index, stage in enumerate(stage_documents(document)):
-        problems += [_in_stage(problem, index) for problem in check_experiment(stage)[1]]
-    return staged, list(dict.fromkeys(problems))
+        problems = _explained(error)
+    told = {problem.where for problem in problems}
+    found: dict[Problem, list[int]] = {}
+    stages = stage_documents(document)
+    if "name" in told:  # which is in all of theirs
+        told |= {f"stages[{index}].name" for index in stages}
+    for index, stage in stages.items():
+        for problem in dict.fromkeys(check_experiment(stage)[1]):
+            found.setdefault(_in_stage(problem, index), []).append(index)
+    for problem, indices in found.items():
+        if problem.where not in told:
+            everywhere = len(indices) == len(stages) or problem.where.startswith("stages[")
+            names = [] if everywhere else [document["stages"][i].get("name") for i in indices]
+            problems += [_for_stage(problem, name) for name in names] or [problem]
+    return staged, problems
 
 
 def _in_stage(problem: Problem, index: int) -> Problem:
     section = problem.where.partition(".")[0].partition("[")[0]
-    if section not in OF_A_STAGE:
+    if section not in (*OF_A_STAGE, "name"):
         return problem
     return Problem(f"stages[{index}].{problem.where}", problem.what, problem.remedy)
 
 
+def _for_stage(problem: Problem, name: Any) -> Problem:
+    """A problem of what the stages share, or of a file's rows, that one of them only has."""
+    return Problem(problem.where, f"for stage {name!r}: {problem.what}", problem.remedy)
+
+
+def _explained(error: ValidationError) -> list[Problem]:
+    return [_where_it_belongs(problem) for problem in explain(error, StagedExperiment)]
+
+
+def _where_it_belongs(problem: Problem) -> Problem:
+    """The same, or for a field of an experiment that stands on the wrong level: where it goes."""
+    where = problem.where
+    if where in OF_A_STAGE:
+        remedy = f"write it into the stages: `{where}:` of the first is stages.0.{where} to --set"
+        return Problem(where, "each stage has its own", remedy)
+    inside = _FIELD_OF_A_STAGE.fullmatch(where)
+    if inside and inside[1] not in Stage.model_fields and inside[1] in Experiment.model_fields:
+        remedy = f"write `{inside[1]}:` beside `stages:`"
+        if inside[1] == "model":
+            remedy += "; every stage but the first starts from the weights of the one before"
+        return Problem(where, "is the same for all stages", remedy)
+    return problem
+
+
 def has_stages(source: str | Path, overrides: Iterable[str] = ()) -> bool:
     """Whether a file holds stages. Raises UserError for one that cannot be read."""
-    return "stages" in with_overrides(read_document(source), overrides)
+    document = with_overrides(read_document(source), overrides)
+    mistyped = difflib.get_close_matches("stages", map(str, document), n=1, cutoff=0.85)
+    return "stages" in document or ("algorithm" not in document and bool(mistyped))
 
 
 def last_weights(result: Mapping[str, Any]) -> str:

@@ -13,12 +13,13 @@ import asyncio
 import json
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from pydantic import Field, model_validator
 
+from algorithms.model_facts import model_problems, weights_problems
 from algorithms.sections import Section
 from backends.base import Backend, SamplingClient, Tokenizer
 from backends.errors import Problem, UserError
@@ -68,17 +69,51 @@ async def open_start(backend: Backend, init_from: str | None) -> SamplingClient:
         ) from error
 
 
-def vocabulary_problem(teacher: str, student: Tokenizer, where: str) -> Problem | None:
-    """Why a model cannot teach a student with this tokenizer: their tokens differ. Blocks."""
+def teacher_problems(
+    section: TeacherSection,
+    student: str,
+    where: str,
+    vocabulary: Callable[[str], Mapping[str, int] | None],
+) -> list[Problem]:
+    """Why nobody can teach a student (the name of its model) as the section says; may block.
+
+    `vocabulary` gives a model's tokens, or None where that is not known.
+    """
+    problems: list[Problem] = []
+    if section.weights is not None:
+        problems += weights_problems(section.weights, f"{where}.weights")
+    if section.model in (None, student):
+        return problems
+    assert section.model is not None
+    where = f"{where}.model"
+    found = model_problems(section.model, chat=False, where=where)
+    if not found:
+        theirs, ours = vocabulary(section.model), vocabulary(student)
+        if theirs is not None and ours is not None and theirs != ours:
+            found = [_other_vocabulary(section.model, theirs, ours, where)]
+    return problems + found
+
+
+def check_teacher(section: TeacherSection, student: str, tokenizer: Tokenizer, where: str) -> None:
+    """The same with the tokenizers themselves, the teacher's loaded. Blocks; raises UserError."""
     from backends.tokenizer import load_tokenizer
 
+    def loaded(model: str) -> Mapping[str, int]:
+        whose = tokenizer if model == student else load_tokenizer(model)
+        numbers: Mapping[str, int] = whose.get_vocab()
+        return numbers
+
     try:
-        theirs = load_tokenizer(teacher).get_vocab()
+        problems = teacher_problems(section, student, where, loaded)
     except UserError as error:
-        return Problem(where, error.problems[0].what, error.problems[0].remedy)
-    ours = student.get_vocab()
-    if theirs == ours:
-        return None
+        problems = [Problem(f"{where}.model", p.what, p.remedy) for p in error.problems]
+    if problems:
+        raise UserError(*problems)
+
+
+def _other_vocabulary(
+    teacher: str, theirs: Mapping[str, int], ours: Mapping[str, int], where: str
+) -> Problem:
     alike = sum(theirs.get(token) == index for token, index in ours.items())
     return Problem(
         where,

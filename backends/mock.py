@@ -407,8 +407,9 @@ class MockTokenizer:
         tools: list[Any] | None = None,
         tokenize: bool = False,
         add_generation_prompt: bool = False,
+        **chat_template_kwargs: Any,
     ) -> list[str]:
-        """The text of each conversation."""
+        """The text of each conversation; this template asks for nothing else."""
         opening = "<|im_start|>assistant\n" if add_generation_prompt else ""
         return [
             "".join(f"<|im_start|>{m['role']}\n{m.get('content') or ''}<|im_end|>\n" for m in turns)

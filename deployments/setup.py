@@ -70,7 +70,7 @@ def dead_runs() -> Automation:
             match={"prefect.resource.id": "prefect.flow-run.*"},
             match_related={
                 "prefect.resource.role": "flow",
-                "prefect.resource.name": "train",
+                "prefect.resource.name": ["train", "train-stages"],
             },
             for_each={"prefect.resource.id"},
             threshold=1,

@@ -344,17 +344,18 @@ def validate(
             print(experiment.model_dump_json())
             return
         from algorithms.estimate import estimate
-        from flows.figures import price_per_million, print_estimate
+        from algorithms.experiment import Experiment
+        from flows.figures import price_per_million, print_estimate, print_stages
 
         price = price_per_million(experiment.model.name, price)
-        stages = _stages(experiment)
-        taken = {stage.name: estimate(stage) for stage in stages}
+        taken = [estimate(stage) for stage in _stages(experiment)]
     console = _console()
     console.print(f"[green]{experiment.name} is in order[/]")
-    for name, one in taken.items():
-        if name != experiment.name:
-            console.print(name, markup=False)
-        print_estimate(console, one, price)
+    if isinstance(experiment, Experiment):
+        print_estimate(console, taken[0], price)
+    else:
+        names = [stage.name for stage in experiment.stages]
+        print_stages(console, dict(zip(names, taken, strict=True)), price)
 
 
 @app.command()
@@ -393,10 +394,12 @@ def list_kinds() -> None:
 
 @app.command()
 def schema(
-    kind: Annotated[str | None, typer.Argument(help="algorithm, data, transform, …")] = None,
-    name: Annotated[str | None, typer.Argument(help="which one, as `flowtune list` says")] = None,
+    kind: Annotated[
+        str | None, typer.Argument(help="algorithm, data, transform, …; or stages")
+    ] = None,
+    name: Annotated[str | None, typer.Argument(help="Which one, as `flowtune list` says.")] = None,
 ) -> None:
-    """Print the JSON schema of the experiment, or of the parameters of one kind."""
+    """Print the JSON schema of an experiment, of one in stages, or of the parameters of a kind."""
     with _mistakes_told():
         print(json.dumps(_schema(kind, name), indent=2))
 
@@ -478,9 +481,14 @@ def _schema(kind: str | None, name: str | None) -> dict[str, Any]:
     from algorithms.data.transforms import TransformField
     from algorithms.rewards.section import VerifierField
     from algorithms.rollouts.environment import EnvironmentField
+    from algorithms.stages import StagedExperiment
 
     if kind is None:
         return document.Experiment.model_json_schema()
+    if kind == "stages":
+        if name is not None:
+            raise UserError(Problem(kind, f"takes no name, such as {name!r}", "leave it out"))
+        return StagedExperiment.model_json_schema()
     fields = {
         "algorithm": document.AlgorithmField,
         "backend": document.BackendField,
@@ -492,7 +500,8 @@ def _schema(kind: str | None, name: str | None) -> dict[str, Any]:
     }
     field = fields.get(kind.removesuffix("s"))
     if field is None:
-        raise UserError(Problem(kind, "is not a part of an experiment", _choose(kind, fields)))
+        known = [*fields, "stages"]
+        raise UserError(Problem(kind, "is not a part of an experiment", _choose(kind, known)))
     one_of: OneOf = get_args(field)[1]
     members = one_of.members()
     if name not in members:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,9 +41,31 @@ def price_per_million(model: str, given: float | None) -> float | None:
 
 def print_estimate(console: Console, estimate: Estimate, price: float | None) -> None:
     """One line for each thing that a run takes."""
-    lines = {"rows": f"{estimate.rows:,}", "steps": f"{estimate.steps:,}"}
+    lines = {"rows": f"{estimate.rows:,}", **_taken(estimate, price)}
     if estimate.tokens_per_row is not None:
         lines["rows"] += f", about {estimate.tokens_per_row:,.0f} tokens each"
+    _print_lines(console, lines)
+
+
+def print_stages(console: Console, stages: Mapping[str, Estimate], price: float | None) -> None:
+    """What each stage takes, and all of them together."""
+    from algorithms.estimate import in_sum
+
+    for name, one in stages.items():
+        console.print(f"stage {name}", markup=False)
+        print_estimate(console, one, price)
+    console.print("all stages")
+    _print_lines(console, _taken(in_sum(list(stages.values())), price))
+
+
+def _print_lines(console: Console, lines: Mapping[str, str]) -> None:
+    for name, words in lines.items():
+        console.print(f"  {name:<7} {words}", soft_wrap=True, markup=False)
+
+
+def _taken(estimate: Estimate, price: float | None) -> dict[str, str]:
+    """Steps, tokens, memory and price, each in words."""
+    lines = {"steps": f"{estimate.steps:,}"}
     if estimate.tokens is None:
         lines["tokens"] = "not counted: the model's tokenizer is not on this machine yet"
     elif estimate.on_policy:
@@ -53,8 +76,9 @@ def print_estimate(console: Console, estimate: Estimate, price: float | None) ->
     else:
         lines["tokens"] = f"about {_round(estimate.tokens)} trained on"
     if (memory := estimate.memory) is not None:
+        each = f" in each of {memory.processes} processes" if memory.processes > 1 else ""
         lines["memory"] = (
-            f"about {_bytes(memory.total)} to train: base {_bytes(memory.base)}, adapter and "
+            f"about {_bytes(memory.total)} to train{each}: base {_bytes(memory.base)}, adapter and "
             f"optimizer {_bytes(memory.adapter)}, activations {_bytes(memory.activations)} "
             "(a rule of thumb)"
         )
@@ -62,8 +86,7 @@ def print_estimate(console: Console, estimate: Estimate, price: float | None) ->
         lines["price"] = (
             f"about {estimate.tokens / 1e6 * price:,.2f} at {price:g} a million tokens trained on"
         )
-    for name, words in lines.items():
-        console.print(f"  {name:<7} {words}", soft_wrap=True, markup=False)
+    return lines
 
 
 def print_suggestion(console: Console, model: str, suggestion: Suggestion) -> None:

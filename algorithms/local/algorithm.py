@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms.base import OwnLoop, RunContext, StepLoop, Transcript
 from algorithms.data.order import batch_rows, steps_per_epoch
-from algorithms.local.options import LocalConfig, check_names
+from algorithms.local.options import LocalConfig, check_names, no_full_batch
 from algorithms.local.processes import Follower, Leader, announced, led
 from algorithms.schedules import learning_rate_at
 from backends.base import Backend
@@ -62,8 +62,7 @@ class LocalAlgorithm(OwnLoop):
         if self._passes * backend.num_processes > 1:
             self._steps_per_epoch = self.rows // cfg.batch_size
         if not self._steps_per_epoch:
-            what = f"there are {self.rows} rows, which fill no batch of {cfg.batch_size}"
-            raise UserError(Problem("algorithm.params.batch_size", what, "lower it"))
+            raise UserError(no_full_batch(self.rows, cfg.batch_size))
 
     def step_rows(self, step_idx: int) -> list[int]:
         """The rows of a step, in the order that sft takes them in."""

@@ -226,3 +226,9 @@ def check_names(trainer: dict[str, Any], config: type) -> None:
             )
     if problems:
         raise UserError(*problems)
+
+
+def no_full_batch(rows: int, batch_size: int) -> Problem:
+    """What to say where batches that are not full are left out, and there is no other."""
+    what = f"there are {rows} rows, which fill no batch of {batch_size}"
+    return Problem("algorithm.params.batch_size", what, "lower it")

@@ -302,7 +302,9 @@ class FolderStore(ObjectStore):
             if isinstance(explained, UserError):
                 raise explained from error
             raise store_problem(
-                self.root, f"it cannot be written to: {error}", "name another folder as `store:`"
+                self.root,
+                f"it cannot be written to: {error.strerror or error}",
+                "name another folder as `store:`",
             ) from error
 
     @contextlib.contextmanager

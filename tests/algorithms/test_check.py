@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from algorithms.check import check_experiment, model_problems
+from algorithms.check import check_experiment
 from algorithms.experiment import Experiment
+from algorithms.model_facts import model_problems
 from backends.errors import Problem
 from tests.algorithms.samples import ROWS, chat, document
 
@@ -227,3 +228,52 @@ def test_weights_to_start_from_must_be_there() -> None:
 
 def test_the_mock_needs_no_model() -> None:
     assert problems_of(model={"name": "nowhere/at/all"}) == []
+
+
+# --- teachers -----------------------------------------------------------------------------------
+
+
+def tokenizer_file(folder: str, **tokens: int) -> None:
+    """A tokenizer of whole words."""
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel(tokens, unk_token="a")).save(f"{folder}/tokenizer.json")
+
+
+def problems_with_teacher(**teacher: str) -> list[Problem]:
+    """Those of a run that learns from it, without those of its own model."""
+    params = {"teacher": teacher, "max_steps": 1}
+    model, kind = {"name": "student"}, {"kind": "distill", "params": params}
+    found = problems_of(model=model, algorithm=kind, backend={"kind": "embedded"})
+    return [problem for problem in found if not problem.where.startswith("model.")]
+
+
+def test_a_teacher_is_looked_at_as_the_model_is() -> None:
+    for name in ("student", "alike"):
+        tokenizer_file(model_folder(name), a=0, b=1)
+    tokenizer_file(model_folder("other"), a=1, b=0, c=2)
+    assert problems_with_teacher(model="alike") == []
+    assert problems_with_teacher(model="Qwen/Qwen3-0.6B") == []  # its files are not here
+    (problem,) = problems_with_teacher(model="other")
+    assert problem.where == "algorithm.params.teacher.model"
+    assert "other has another vocabulary: 0 of the 2 tokens" in problem.what
+    (problem,) = problems_with_teacher(model="alik")
+    assert problem == Problem(problem.where, "there is no folder alik", "did you mean alike?")
+    for file, what in (("config.json", "no config.json"), ("tokenizer.json", "no tokenizer")):
+        (problem,) = problems_with_teacher(model=model_folder(f"without-{file}", without=file))
+        assert what in problem.what
+    model_folder("garbage")
+    Path("garbage/tokenizer.json").write_text("{")
+    (problem,) = problems_with_teacher(model="garbage")
+    assert (problem.where, "is no tokenizer" in problem.what) == ("garbage/tokenizer.json", True)
+
+
+def test_a_teachers_weights_must_be_there() -> None:
+    tokenizer_file(model_folder("student"), a=0, b=1)
+    (problem,) = problems_with_teacher(weights="runs/x")
+    assert problem.where == "algorithm.params.teacher.weights"
+    assert "there is no runs/x/adapter_model.safetensors" in problem.what
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/adapter_model.safetensors").write_text("x")
+    assert problems_with_teacher(weights="runs/x") == []
+    assert problems_with_teacher(weights="tinker://a/b") == []

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from algorithms.distilling import Distilling
-from algorithms.teachers import vocabulary_problem
-from backends.errors import UserError
+from algorithms.teachers import TeacherSection, check_teacher
+from backends.errors import Problem, UserError
 from tests.algorithms.samples import MODEL, byte_tokenizer, chat, experiment, open_backend, set_up
 
 ROWS = [chat(f"say {word}", word) for word in ("alpha", "bravo", "charlie", "delta")]
@@ -52,18 +52,29 @@ async def test_a_teacher_that_is_not_there_is_told_with_its_field(tmp_path: Path
 
 
 def test_a_teacher_has_to_share_the_vocabulary(tmp_path: Path) -> None:
+    def problem_of(name: str) -> Problem | None:
+        try:
+            check_teacher(TeacherSection(model=name), "student", student, "teacher")
+        except UserError as error:
+            (problem,) = error.problems
+            assert problem.where == "teacher.model"
+            return problem
+        return None
+
     student = byte_tokenizer()
     student.save_pretrained(tmp_path / "same")
     byte_tokenizer(merges=(("a", "b"),)).save_pretrained(tmp_path / "other")
-    assert vocabulary_problem(str(tmp_path / "same"), student, "where") is None
-    problem = vocabulary_problem(str(tmp_path / "other"), student, "where")
-    assert problem is not None
-    assert problem.where == "where"
-    assert "has another vocabulary: 256 of the 258 tokens of the trained model" in problem.what
-    missing = vocabulary_problem(str(tmp_path / "none"), student, "where")
+    for folder in (tmp_path / "same", tmp_path / "other"):
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_text("")
+    assert problem_of(str(tmp_path / "same")) is None
+    other = problem_of(str(tmp_path / "other"))
+    assert other is not None
+    assert "has another vocabulary: 256 of the 258 tokens of the trained model" in other.what
+    missing = problem_of(str(tmp_path / "none"))
     assert missing is not None
-    assert "no tokenizer found" in missing.what
-    assert vocabulary_problem(str(MODEL), student, "where") is not None
+    assert "there is no folder" in missing.what
+    assert problem_of(str(MODEL)) is not None
 
 
 async def test_the_advantage_of_a_token_is_how_much_likelier_the_teacher_finds_it() -> None:

@@ -13,14 +13,17 @@ import pytest
 from rich.console import Console
 from safetensors import safe_open
 
-from algorithms.estimate import Estimate, adapter_weights, estimate
+from algorithms.base import RunContext
+from algorithms.data.dataset import load_dataset
+from algorithms.estimate import Estimate, adapter_weights, estimate, in_sum
 from algorithms.experiment import parse_experiment
 from algorithms.model_facts import weight_shapes
 from algorithms.suggestion import suggest
 from backends.base import ModelSpec
 from backends.errors import UserError
+from backends.local import LocalKind, LocalParams
 from flows.figures import price_per_million, print_estimate
-from tests.algorithms.samples import MODEL, document
+from tests.algorithms.samples import MODEL, document, open_backend, set_up
 
 CHATS = [
     {
@@ -105,9 +108,112 @@ def test_the_engine_makes_as_many_weights_as_were_estimated() -> None:
     assert adapter_weights(weight_shapes(str(MODEL)) or {}, ModelSpec(name="", lora_rank=1)) == real
 
 
+def on_the_local_backend(kind: str, rows: list[dict[str, Any]], **params: Any) -> Estimate:
+    backend = {"num_processes": params.pop("num_processes", 1)}
+    return estimate(
+        parse_experiment(
+            document(
+                model={"name": str(MODEL)},
+                data={"kind": "rows", "rows": rows},
+                algorithm={"kind": kind, "params": {"batch_size": 8, **params}},
+                backend={"kind": "local", "params": backend},
+            )
+        )
+    )
+
+
+PAIRS = [{"prompt": "a b", "chosen": "c", "rejected": "d"}] * 20
+A_TOKEN = 3 * 128 * 43 * 2 + 6 * 512 * 4
+"""Bytes of a token of the tiny model: 3 layers of 128 units in float32, six copies of logits."""
+
+
+def activations(kind: str, rows: list[dict[str, Any]] = CHATS, **params: Any) -> int:
+    memory = on_the_local_backend(kind, rows, **params).memory
+    assert memory is not None
+    return memory.activations
+
+
+def test_activations_of_a_local_run_are_those_of_the_rows_that_pass_at_a_time() -> None:
+    from algorithms.model_facts import read_tokenizer
+
+    tokenizer = read_tokenizer(str(MODEL))
+    assert tokenizer is not None
+    question, answer = CHATS[0]["messages"]
+    row = sum(len(tokenizer.encode(turn["content"]).ids) for turn in (question, answer)) + 2 * 5
+    same = CHATS[:1] * 20
+    assert activations("local_sft", same) == 8 * row * A_TOKEN
+    assert activations("local_sft", same, micro_batch_size=2) == 2 * row * A_TOKEN
+    assert activations("local_sft", same, num_processes=2) == 4 * row * A_TOKEN
+    assert activations("local_sft", same, max_seq_len=10) == 8 * 10 * A_TOKEN
+    sampled = {"num_samples": 4, "max_tokens": 10, "micro_batch_size": 2}
+    assert activations("local_rl", same, **sampled) == 2 * 4 * (row + 10) * A_TOKEN
+    pair = sum(2 * len(tokenizer.encode(text).ids) for text in ("a b", "c"))
+    assert activations("local_dpo", PAIRS) == 8 * pair * A_TOKEN
+    checkpointing = {"trainer": {"gradient_checkpointing": True}}
+    kept = 128 * (3 * 4 + 43 * 2) + 6 * 512 * 4  # what each layer is given, and one layer
+    assert activations("local_sft", same, **checkpointing) == 8 * row * kept
+    rl = on_the_local_backend("local_rl", same, max_steps=3, **sampled)
+    assert rl.sampled == 3 * 8 * 4 * 10
+
+
+ON_THE_MOCK: dict[str, dict[str, Any]] = {
+    "mock_sft": {"num_epochs": 2},
+    "sft": {"num_epochs": 3},
+    "dpo": {},
+    "rl": {"num_substeps": 2, "num_samples": 2, "num_epochs": 2},
+    "sdft": {"num_epochs": 2},
+    "distill": {"teacher": {"model": "another"}},
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ON_THE_MOCK))
+async def test_as_many_steps_are_taken_as_were_estimated(kind: str) -> None:
+    rows = PAIRS if kind == "dpo" else CHATS[:20]
+    for batch_size in (8, 10):
+        params = {"batch_size": batch_size, **ON_THE_MOCK[kind]}
+        data, algorithm = {"kind": "rows", "rows": rows}, {"kind": kind, "params": params}
+        spec = parse_experiment(document(data=data, algorithm=algorithm, backend={"kind": "mock"}))
+        taken = await set_up(spec, await open_backend(spec))
+        assert estimate(spec).steps == taken.total_steps
+
+
+@pytest.mark.parametrize("kind", ["local_sft", "local_dpo", "local_rl"])
+async def test_a_local_run_takes_as_many_too(kind: str) -> None:
+    rows = PAIRS if kind == "local_dpo" else CHATS[:20]
+    data, model = {"kind": "rows", "rows": rows}, {"name": str(MODEL)}
+    for params in ({"batch_size": 8}, {"batch_size": 8, "micro_batch_size": 4}):
+        algorithm = {"kind": kind, "params": {**params, "num_epochs": 3}}
+        spec = parse_experiment(document(model=model, data=data, algorithm=algorithm))
+        backend = await LocalKind.open(LocalParams(threads=1), spec.model_spec(), None)
+        taken = spec.algorithm.build()
+        rows_of = load_dataset(spec.data)
+        context = RunContext("run", "runs/run", spec, rows_of, backend, backend.get_tokenizer())
+        await taken.setup(context, backend)
+        await backend.aclose()
+        assert estimate(spec).steps == taken.total_steps == (6 if len(params) == 2 else 9)
+
+
+def test_processes_leave_out_a_batch_that_is_not_full() -> None:
+    found = on_the_local_backend("local_sft", CHATS[:20], num_processes=2)
+    assert found.steps == 2
+    console = Console(width=200)
+    with console.capture() as shown:
+        print_estimate(console, found, None)
+    assert "to train in each of 2 processes: base" in shown.get()
+
+
 def test_what_is_not_here_is_not_guessed() -> None:
     found = estimate(parse_experiment(document(model={"name": "no/where"})))
     assert (found.tokens_per_row, found.tokens, found.memory) == (None, None, None)
+
+
+def test_stages_take_the_sum_and_the_memory_of_the_largest() -> None:
+    small, large = estimated(max_steps=3), estimated(max_steps=4, lora_rank=32)
+    both = in_sum([small, large])
+    assert (both.steps, both.tokens) == (7, (small.tokens or 0) + (large.tokens or 0))
+    assert both.memory == large.memory
+    unknown = estimate(parse_experiment(document(model={"name": "no/where"})))
+    assert in_sum([small, unknown]).tokens is None
 
 
 def test_prices_are_the_users_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

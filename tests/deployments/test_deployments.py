@@ -52,7 +52,17 @@ def deployed(prefect_server: PrefectServer) -> PrefectServer:
 
 @pytest.fixture(scope="module")
 def deployment(deployed: PrefectServer) -> dict[str, Any]:
-    answer = httpx.get(f"{deployed.api_url}/deployments/name/train/sft", trust_env=False)
+    return registered_as(deployed, "train/sft")
+
+
+@pytest.fixture(scope="module")
+def stages(deployed: PrefectServer) -> dict[str, Any]:
+    return registered_as(deployed, "train-stages/stages")
+
+
+def registered_as(server: PrefectServer, name: str) -> dict[str, Any]:
+    """What the server knows of a deployment."""
+    answer = httpx.get(f"{server.api_url}/deployments/name/{name}", trust_env=False)
     assert answer.status_code == 200
     found: dict[str, Any] = answer.json()
     return found
@@ -102,13 +112,16 @@ def test_the_pull_step_for_other_machines_goes_where_the_worker_says(
     assert done.stdout.splitlines()[-1] == str(tmp_path), done.stderr
 
 
-def test_the_parameters_are_the_example(deployed: PrefectServer) -> None:
-    example = yaml.safe_load((ROOT / "examples/sft_arithmetic.yaml").read_text(encoding="utf-8"))
+def test_the_parameters_are_the_examples(deployed: PrefectServer) -> None:
     declared = yaml.safe_load((ROOT / "deployments/prefect.yaml").read_text(encoding="utf-8"))
+    shown = {
+        entry["name"]: ("train", "sft_arithmetic.yaml") for entry in declared["deployments"]
+    } | {"stages": ("train-stages", "sft_then_dpo.yaml")}
     for entry in declared["deployments"]:
+        flow, file = shown[entry["name"]]
+        example = yaml.safe_load((ROOT / "examples" / file).read_text(encoding="utf-8"))
         assert entry["parameters"] == {"experiment": example}
-        url = f"{deployed.api_url}/deployments/name/train/{entry['name']}"
-        registered = httpx.get(url, trust_env=False).json()
+        registered = registered_as(deployed, f"{flow}/{entry['name']}")
         assert registered["parameters"] == {"experiment": example}
         assert registered["work_pool_name"] == "flowtune"
 
@@ -140,6 +153,32 @@ def test_the_form_is_the_experiment(deployment: dict[str, Any]) -> None:
     titles = {definitions[kind["$ref"].rpartition("/")[2]]["title"] for kind in kinds}
     assert {"sft", "mock_sft"} <= titles
     assert definitions["SFTConfig"]["properties"]["supervise"]["description"]
+
+
+def test_the_form_of_stages_is_a_list_of_them(stages: dict[str, Any]) -> None:
+    schema = stages["parameter_openapi_schema"]
+    assert stages["enforce_parameter_schema"]
+    assert schema["required"] == ["experiment"]
+    definitions = schema["definitions"]
+    fields = definitions["StagedExperiment"]["properties"]
+    assert fields["stages"]["items"] == {"$ref": "#/definitions/Stage"}
+    of_one = definitions["Stage"]["properties"]
+    assert set(of_one) == {"name", "data", "algorithm", "evaluations", "checkpoints"}
+    assert all(field["description"] for name, field in of_one.items() if name != "checkpoints")
+    kinds = of_one["algorithm"]["oneOf"]
+    titles = {definitions[kind["$ref"].rpartition("/")[2]]["title"] for kind in kinds}
+    assert {"sft", "dpo"} <= titles
+
+
+def test_stages_that_are_not_allowed_are_refused_before_a_run_exists(
+    deployed: PrefectServer, stages: dict[str, Any]
+) -> None:
+    url = f"{deployed.api_url}/deployments/{stages['id']}/create_flow_run"
+    wrong = json.loads(json.dumps(stages["parameters"]))
+    wrong["experiment"]["stages"][1]["algorithm"]["params"]["batch_size"] = 0
+    for parameters in (wrong, {"experiment": stages["parameters"]["experiment"] | {"stages": []}}):
+        answer = httpx.post(url, json={"parameters": parameters}, trust_env=False)
+        assert answer.status_code == 409
 
 
 def test_a_value_that_is_not_allowed_is_refused_before_a_run_exists(
@@ -183,3 +222,32 @@ def test_a_run_that_is_asked_for_ends_completed_on_a_worker(
     [flow_run] = [row for row in completed if row["parameters"].get("run_id") == "by-hand"]
     resource = f"prefect.flow-run.{flow_run['id']}"
     assert resource in {beat["resource"]["prefect.resource.id"] for beat in beats["events"]}
+
+
+@pytest.mark.slow
+def test_stages_that_are_asked_for_end_completed_on_a_worker(
+    deployed: PrefectServer, tmp_path: Path
+) -> None:
+    config = tmp_path / "experiment.yaml"
+    stage = {
+        "data": {"kind": "rows", "rows": ROWS},
+        "algorithm": {"kind": "mock_sft", "params": {"batch_size": 4, "max_steps": 3}},
+    }
+    experiment = {
+        "name": "deployed",
+        "model": {"name": "none"},
+        "orchestration": {"task_runs": "segment"},
+        "stages": [{"name": "first", **stage}, {"name": "second", **stage}],
+    }
+    config.write_text(yaml.safe_dump(experiment))
+    env = environment(deployed)
+    parameter = f"$(flowtune validate {config} --set store={tmp_path}/runs --json)"
+    ask = "prefect deployment run 'train-stages/stages' --watch"
+    with working(FIVE_COMMANDS[3].rstrip(" &"), env, tmp_path / "worker.log"):
+        done = shell(f'{ask} --param "experiment={parameter}" --param \'run_id="two"\'', env)
+    assert done.returncode == 0, done.stdout + (tmp_path / "worker.log").read_text()
+    assert "Flow run finished successfully in 'Completed'" in done.stdout
+    result = json.loads((tmp_path / "runs/two/result.json").read_text())
+    assert (result["status"], result["metrics"]["second/step"]) == ("completed", 3)
+    begun = (tmp_path / "runs/two-2-second/experiment.yaml").read_text()
+    assert f"init_from: {tmp_path}/runs/two-1-first/checkpoints/step-000003" in begun

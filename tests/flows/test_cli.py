@@ -397,6 +397,67 @@ def test_schema_of_the_experiment_and_of_one_kind(nowhere: dict[str, str]) -> No
     assert "did you mean 'algorithm'?" in done.stderr
 
 
+def test_schema_of_stages(nowhere: dict[str, str]) -> None:
+    from jsonschema import Draft202012Validator
+
+    staged = json.loads(flowtune("schema", "stages", env=nowhere).stdout)
+    validator = Draft202012Validator(staged)
+    for name in ("sft_then_dpo", "sft_then_rl"):
+        example = yaml.safe_load(Path(f"examples/{name}.yaml").read_text())
+        assert list(validator.iter_errors(example)) == []
+        example["stages"][1]["algorithm"]["params"]["batch_size"] = 0
+        assert not validator.is_valid(example)
+        assert not validator.is_valid(example | {"stages": []})
+    done = flowtune("schema", "stages", "sft", env=nowhere)
+    assert (done.returncode, "takes no name, such as 'sft'" in done.stderr) == (2, True)
+
+
+def staged(config: Path) -> list[str]:
+    """What makes two stages of the file."""
+    both = yaml.safe_load(config.read_text())
+    inside = {name: both.pop(name) for name in ("data", "algorithm", "evaluations")}
+    stages = [{"name": name, **inside} for name in ("first", "second")]
+    config.write_text(yaml.safe_dump({**both, "stages": stages}))
+    return ["--set", "stages.1.algorithm.params.max_steps=5"]
+
+
+def test_validate_says_what_each_stage_takes_and_all_of_them(
+    config: Path, nowhere: dict[str, str]
+) -> None:
+    done = flowtune("validate", config, *staged(config), env=nowhere)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert [line for line in lines if line[0] in ("stage", "all", "steps")] == [
+        ["stage", "first"],
+        ["steps", "8"],
+        ["stage", "second"],
+        ["steps", "5"],
+        ["all", "stages"],
+        ["steps", "13"],
+    ]
+
+
+def test_a_mistake_in_a_stage_is_told_before_anything_starts(
+    config: Path, nowhere: dict[str, str], tmp_path: Path
+) -> None:
+    wrong = [*staged(config), "--set", "stages.1.algorithm.params.batch_size=0"]
+    wrong += ["--set", "algorithm.params.max_steps=3", "--set", "stages.0.dat=1"]
+    for command in ("run", "validate"):
+        done = flowtune(command, config, *wrong, env=nowhere)
+        assert done.returncode == 2
+        assert "stages[1].algorithm.params.batch_size: 0 should be greater" in done.stderr
+        assert "algorithm: each stage has its own\n    -> write it into the stages" in done.stderr
+        assert "stages[0].dat: unknown field\n    -> did you mean 'data'?" in done.stderr
+        assert done.stderr.endswith("3 problems; nothing was started\n")
+    assert not (tmp_path / "runs").exists()
+    done = flowtune("validate", config, "--set", "stages.2.name=x", env=nowhere)
+    assert "stages has no item 2\n    -> count from 0 to 1" in done.stderr
+
+
+def test_a_folder_is_no_experiment(config: Path, nowhere: dict[str, str]) -> None:
+    done = flowtune("validate", config.parent, env=nowhere)
+    assert (done.returncode, "is a folder\n    -> name a YAML file" in done.stderr) == (2, True)
+
+
 def test_runs_lists_what_a_store_holds(nowhere: dict[str, str], tmp_path: Path) -> None:
     from backends.storage.run_store import RunStore
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from algorithms.stages import StagedExperiment, check_stages
+from algorithms.stages import StagedExperiment, check_stages, has_stages
 from backends.errors import StateLostError, UserError
 from tests.servers.prefect import PrefectServer
 
@@ -103,8 +103,12 @@ async def test_a_run_goes_on_in_the_stage_that_it_had_come_to(
 @pytest.mark.parametrize(
     ("stages", "where", "what"),
     [
-        ([stage("a"), stage("a")], "", "two stages are called 'a'"),
-        ([stage("a"), stage("b", lora_rank=8)], "", "lora_rank differ (a 16, b 8)"),
+        ([stage("a"), stage("a")], "stages", "two stages are called 'a'"),
+        ([stage("a"), stage("b", lora_rank=8)], "stages", "lora_rank differ (a 16, b 8)"),
+        ([stage("a") | {"model": {}}], "stages[0].model", "is the same for all stages"),
+        ([stage("a") | {"init_from": "x"}], "stages[0].init_from", "unknown field"),
+        ([stage("a/b")], "stages[0].name", "'a/b' cannot name a folder"),
+        ([3, stage("a", batch_size=0)], "stages[1].algorithm.params.batch_size", ""),
         ([stage("a"), stage("b", batch_size=0)], "stages[1].algorithm.params.batch_size", ""),
         ([{"name": "a"}], "stages[0].data", "is missing"),
         ([stage("a") | {"data": {"kind": "rows", "rows": [{"x": 1}]}}], "stages[0].data", "row"),
@@ -117,3 +121,20 @@ def test_a_mistake_is_told_with_its_stage(
     _, problems = check_stages({**document(tmp_path), "stages": stages})
     said = [f"{problem.where}: {problem.what}" for problem in problems]
     assert any(where in line and what in line for line in said), said
+
+
+def test_what_all_stages_share_is_told_once_and_what_one_has_with_its_name(tmp_path: Path) -> None:
+    wrong = {"name": "a/b", "sede": 1, "store": "ftp://x", "backend": {"kind": "local"}}
+    local = stage("second") | {"algorithm": {"kind": "local_sft"}}
+    _, problems = check_stages({**document(tmp_path, stage("first"), local), **wrong})
+    assert sorted(problem.where for problem in problems) == ["backend", "name", "sede", "store"]
+    (one,) = [problem.what for problem in problems if problem.where == "backend"]
+    assert one.startswith("for stage 'first': ")
+
+
+def test_a_mistyped_list_of_stages_is_still_one(tmp_path: Path) -> None:
+    config = tmp_path / "staged.yaml"
+    config.write_text("name: x\ntags: []\nstage: []\n")
+    assert has_stages(config)
+    config.write_text("name: x\ntags: []\n")
+    assert not has_stages(config)
