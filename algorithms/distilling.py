@@ -5,9 +5,11 @@ What `sdft` and `distill` share: their questions, the student's samples, and how
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from abc import abstractmethod
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
@@ -24,9 +26,11 @@ from algorithms.base import (
     TrainingBatch,
     Transcript,
 )
+from algorithms.data.dataset import Dataset
 from algorithms.data.order import batch_rows, steps_per_epoch
 from algorithms.data.rendering import model_limit, stop_tokens
 from algorithms.data.shapes import Message, Row
+from algorithms.data.spool import Lazy
 from algorithms.rollouts.chat import Voice
 from algorithms.rollouts.runner import seed_of, together
 from algorithms.rollouts.trajectory import Turn, sampled_turn, segments, to_datum
@@ -147,7 +151,10 @@ class Distilling(BaseAlgorithm):
         return 0
 
     async def setup(self, ctx: RunContext, backend: Backend) -> None:
-        """Render the prompts of every row; raises UserError naming each that will not do."""
+        """Render the prompts of every row; raises UserError naming each that will not do.
+
+        Those of rows on disk are rendered again when their step comes.
+        """
         cfg: DistillingConfig = self.cfg
         self._voice = Voice(
             tokenizer=ctx.tokenizer,
@@ -156,27 +163,46 @@ class Distilling(BaseAlgorithm):
             temperature=cfg.temperature,
             max_context=model_limit(ctx.tokenizer),
         )
-        questions, problems = [], []
-        for row, place in zip(ctx.dataset.rows, ctx.dataset.places, strict=True):
+        await asyncio.to_thread(self._render, ctx.dataset)
+        self._policy, self._seed = ctx.policy, ctx.config.seed
+        self._steps_per_epoch = steps_per_epoch(len(self._questions), cfg.batch_size)
+
+    def _render(self, dataset: Dataset) -> None:
+        questions: list[Question] = []
+        numbers = array("q")
+        problems: list[Problem] = []
+        for number, (row, place) in enumerate(zip(dataset.rows, dataset.places, strict=True)):
             problem = self.check_row(row, place) or self._plain_problem(row, place)
             if problem is not None:
                 problems.append(problem)
                 continue
             try:
-                questions.append(self.question(row, place))
+                question = self.question(row, place)
             except UserError as error:
                 problems.extend(error.problems)
-        ctx.dataset.bad_rows.skip(problems)
-        self._questions = [
-            question
-            for question in questions
-            if question is not None and self._voice.fits(question.prompt)
-        ]
-        if not self._questions:
+                continue
+            if question is not None and self._voice.fits(question.prompt):
+                numbers.append(number)
+                if not dataset.on_disk:
+                    questions.append(question)
+        self._skipped = dataset.bad_rows.skip(problems).skipped
+        self._dropped = len(dataset) - len(problems) - len(numbers)
+        if not numbers:
             raise UserError(self.no_room())
-        self._dropped = len(questions) - len(self._questions)
-        self._policy, self._seed = ctx.policy, ctx.config.seed
-        self._steps_per_epoch = steps_per_epoch(len(self._questions), cfg.batch_size)
+        self._questions: Sequence[Question] = (
+            self._on_demand(dataset, numbers) if dataset.on_disk else questions
+        )
+
+    def _on_demand(self, dataset: Dataset, numbers: Sequence[int]) -> Sequence[Question]:
+        """The questions of these rows, which have been rendered once."""
+
+        def render(index: int) -> Question:
+            number = numbers[index]
+            question = self.question(dataset.rows[number], dataset.places[number])
+            assert question is not None
+            return question
+
+        return Lazy(len(numbers), render)
 
     def _plain_problem(self, row: Row, place: str) -> Problem | None:
         if isinstance(row.get("prompt"), str) and (
@@ -189,7 +215,7 @@ class Distilling(BaseAlgorithm):
     async def build_batch(self, step_idx: int) -> TrainingBatch:
         """Answers to the step's prompts from the weights as they are, scored by the teacher."""
         picked = batch_rows(len(self._questions), self.cfg.batch_size, self._seed, step_idx)
-        questions = [self._questions[index] for index in picked]
+        questions = await asyncio.to_thread(lambda: [self._questions[index] for index in picked])
         started = time.monotonic()
         student = await self._policy.sampler(step_idx)
         drawn = await together(
@@ -253,10 +279,11 @@ class Distilling(BaseAlgorithm):
         return {"train_mean_nll": nll_sum / count} if count else {}
 
     def setup_metrics(self) -> dict[str, float]:
-        """Rows of an epoch, and how many were left out."""
+        """Rows of an epoch, and how many were left out for want of room, or skipped as bad."""
         return {
             "data/rows": float(len(self._questions)),
             "data/rows_dropped": float(self._dropped),
+            "data/rows_skipped": float(self._skipped),
         }
 
 

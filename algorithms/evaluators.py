@@ -40,6 +40,7 @@ from algorithms.data.shapes import (
     read_example,
     read_preference,
     row_problem,
+    scored_problem,
 )
 from algorithms.rewards.metrics import likelihood_metrics, reward_metrics
 from algorithms.rewards.scoring import bind, check_row, code_behind, score
@@ -203,7 +204,7 @@ def evaluation_problems(
         return dataset_problems(dataset, playable)
 
     def check(row: Row, place: str) -> Problem | None:
-        problem = row_problem(row, place)
+        problem = (row_problem if verifier else scored_problem)(row, place)
         if problem is None and spec.system_prompt and isinstance(read_example(row), PlainText):
             return Problem(
                 place,
@@ -361,7 +362,7 @@ def _question(
     messages = example.messages[: last_assistant(example.messages)]
     if spec.system_prompt and messages[0]["role"] not in ("system", "developer"):
         messages = [{"role": "system", "content": spec.system_prompt}, *messages]
-    tokens = chat_prompt(messages, tokenizer, example.tools, place)
+    tokens = chat_prompt(messages, tokenizer, example.tools, place, example.template_kwargs)
     return Question(row, place, tokens, _shown_prompt(row), expected, seed)
 
 

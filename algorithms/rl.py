@@ -25,7 +25,7 @@ from algorithms.rollouts.runner import RolloutRunner
 from algorithms.rollouts.shared import Shared
 from algorithms.rollouts.trajectory import Rollout, to_datum
 from backends.base import Backend
-from backends.errors import Problem, UserError
+from backends.errors import Problem
 
 if TYPE_CHECKING:
     from backends.base import ForwardBackwardResult
@@ -79,8 +79,6 @@ class RL(BaseAlgorithm):
         """Look at every row; have the verifier, the runner, and the base of a KL term at hand."""
         cfg: RLConfig = self.cfg
         self._dataset = await asyncio.to_thread(ctx.dataset.without_bad, self.row_problem)
-        if not len(self._dataset):
-            raise UserError(Problem("data", "no good row is left", "mend some of the bad ones"))
         await bind(self._verifier, backend, ctx.tokenizer)
         self._base = await backend.open_sampling_client() if cfg.kl_penalty_coef else None
         self._policy, self._seed = ctx.policy, ctx.config.seed

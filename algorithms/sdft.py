@@ -141,19 +141,19 @@ class SDFT(Distilling):
     def question(self, row: Row, place: str) -> Question | None:
         """The student reads the prompt, the teacher its demonstration; None if that is too long."""
         cfg: SDFTConfig = self.cfg
-        example, answer = read_example(row), expected_answer(row)
+        example, answer, voice = read_example(row), expected_answer(row), self._voice.of(row)
         if isinstance(example, PlainText):
             shown = demonstration(cfg.demo_template, example.prompt, answer)
-            prompt = self._voice.opening(example.prompt, None, place).prompt.tokens
-            teacher_prompt = self._voice.opening(shown, None, place).prompt.tokens
+            prompt = voice.opening(example.prompt, None, place).prompt.tokens
+            teacher_prompt = voice.opening(shown, None, place).prompt.tokens
             messages: list[Message] = [{"role": "user", "content": example.prompt}]
         else:
             asked = example.messages[: last_assistant(example.messages)]
             messages = dressed(asked, cfg.system_prompt, cfg.user_template)
             lesson = demonstrated(asked, cfg.demo_template, answer)
-            prompt = self._voice.opening(messages, example.tools, place).prompt.tokens
+            prompt = voice.opening(messages, example.tools, place).prompt.tokens
             lesson = dressed(lesson, cfg.system_prompt, None)
-            teacher_prompt = self._voice.opening(lesson, example.tools, place).prompt.tokens
+            teacher_prompt = voice.opening(lesson, example.tools, place).prompt.tokens
         question = Question(messages, prompt, teacher_prompt)
         return question if self.context_left(question) > cfg.skip_first_n_tokens else None
 

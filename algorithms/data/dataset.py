@@ -35,11 +35,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BadRows:
-    """How many bad rows may be left out, by which field, and how many have been."""
+    """How many bad rows may be left out, by which field, and how many have been.
+
+    Not all rows there are: something has to be left.
+    """
 
     field: str = "data.max_bad_rows"
     most: int = 0
     skipped: int = 0
+    of: int | None = None
+    """How many rows there are, good or bad; None if that is not known."""
 
     def skip(self, problems: Sequence[Problem]) -> BadRows:
         """The same with these rows left out, as the log says.
@@ -48,8 +53,8 @@ class BadRows:
         """
         if not problems:
             return self
-        if self.skipped + len(problems) > self.most:
-            raise UserError(*self.refused(problems))
+        if refused := self.refused(problems):
+            raise UserError(*refused)
         for problem in problems[:SHOWN_PROBLEMS]:
             logger.warning("bad row skipped: %s: %s", problem.where, problem.what)
         skipped = self.skipped + len(problems)
@@ -59,10 +64,13 @@ class BadRows:
     def refused(self, problems: Sequence[Problem]) -> list[Problem]:
         """What is to be told of these rows: nothing if they may be left out."""
         bad = self.skipped + len(problems)
-        if bad <= self.most:
+        if not problems or (bad <= self.most and bad != self.of):
             return []
         shown = shorten(list(problems))
-        if self.most:
+        if bad == self.of and self.most:
+            what = f"there is nothing but bad rows ({bad} of {bad})"
+            shown.append(Problem(self.field, what, "mend some of them"))
+        elif self.most:
             what = f"there are {bad} bad rows, and {self.most} may be skipped"
             shown.append(Problem(self.field, what, "mend some of them, or raise it"))
         return shown
@@ -183,7 +191,8 @@ class DataSource(BaseModel):
             records = zip(dataset.rows, dataset.places, strict=True)
         if dataset is None or waiting:
             dataset = reading.keep(records, waiting)
-        bad_rows = BadRows(f"{where}.max_bad_rows", self.max_bad_rows)
+        count = len(dataset) + len(reading.problems)
+        bad_rows = BadRows(f"{where}.max_bad_rows", self.max_bad_rows, of=count)
         dataset = replace(dataset, unreadable=reading.problems, bad_rows=bad_rows)
         return _not_empty(dataset, f"{where}.{self.says_where}", reading.seen)
 
@@ -245,6 +254,17 @@ def _transformed(
             what = f"{name} made a {type(changed).__name__} of it"
             return Problem(place, what, "a transform returns a row, or None to leave it out")
         row = changed
+    return row if not transforms else _as_json(row, place, transforms)
+
+
+def _as_json(row: Row, place: str, transforms: Sequence[tuple[str, RowTransform]]) -> Row | Problem:
+    """The row, if it is what JSON holds: so it is fingerprinted, and kept on disk."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        names = ", ".join(name for name, _ in transforms)
+        what = f"is not what JSON holds behind {names}: {error}"
+        return Problem(place, what, "return text, numbers, lists and objects")
     return row
 
 
@@ -269,12 +289,7 @@ def load_dataset(source: DataSource, where: str = "data", check: RowCheck | None
     they are too many, or if none is left; `where` names the section in it.
     """
     dataset = source.load(where).without_unreadable()
-    if check is not None:
-        dataset = dataset.without_bad(check)
-    if not dataset.rows:
-        what = f"{dataset.source} holds nothing but bad rows"
-        raise UserError(Problem(f"{where}.{source.says_where}", what))
-    return dataset
+    return dataset if check is None else dataset.without_bad(check)
 
 
 def shorten(problems: list[Problem]) -> list[Problem]:

@@ -71,10 +71,9 @@ def _told(path: str, where: str) -> Iterator[None]:
             Problem(where, f"{path} is a folder", f"name its files: {path.rstrip('/')}/*")
         ) from None
     except Exception as error:
-        words = str(error) or type(error).__name__
-        raise UserError(
-            Problem(where, f"{path} cannot be read ({words})", "give a readable file")
-        ) from error
+        words = " ".join(str(error).split()) or type(error).__name__
+        remedy = _where_we_looked(path) if "://" in path else "give a readable file"
+        raise UserError(Problem(where, f"{path} cannot be read ({words})", remedy)) from error
 
 
 def nearest_file(path: str) -> str:

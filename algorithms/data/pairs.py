@@ -80,4 +80,9 @@ def _answers(dataset: Dataset, which: str) -> Dataset:
 def _answered(row: Row, which: str) -> Row:
     preference = read_preference(row)
     answer = preference.chosen if which == "chosen" else preference.rejected
-    return {"prompt": preference.prompt, "completion": answer, "tools": preference.tools}
+    return {
+        "prompt": preference.prompt,
+        "completion": answer,
+        "tools": preference.tools,
+        "chat_template_kwargs": preference.template_kwargs,
+    }

@@ -9,6 +9,8 @@ Spans are found by rendering prefixes, and every prefix is checked: the messages
 with the generation prompt, and the messages up to the turn, must be prefixes of the whole, as text
 and as tokens. Where they are not, the model would train on something else than it is asked for.
 
+Text without a prompt is supervised whole, with the eos token behind it.
+
 A row's `weight` and that of its turns (see `shapes`) multiply the loss of their tokens; a turn of
 weight 0 is context only. Rows of `input_ids` are taken as they are.
 
@@ -18,9 +20,10 @@ Shapes: N tokens of input; a row holds N + 1 tokens.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -67,6 +70,7 @@ __all__ = [
 Supervise = Literal["all_assistant", "last_assistant"]
 
 CHUNK_ROWS = 1024
+NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 NO_LIMIT = 10**9  # tokenizers without a limit of their own say 1e30
 
 _PROBE: list[Message] = [
@@ -222,17 +226,23 @@ def render_colored(
 
 
 def generation_prompt(
-    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> list[int]:
     """The tokens of a conversation up to where the assistant's next turn begins."""
-    return text_tokens(generation_text(messages, tokenizer, tools), tokenizer)
+    return text_tokens(generation_text(messages, tokenizer, tools, template_kwargs), tokenizer)
 
 
 def generation_text(
-    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None = None
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    tools: list[Any] | None = None,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> str:
     """The same as text."""
-    return _template(tokenizer, [messages], tools, generation=True)[0]
+    return _template(tokenizer, [messages], tools, template_kwargs, generation=True)[0]
 
 
 def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -241,20 +251,28 @@ def text_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 def chat_prompt(
-    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, place: str
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    tools: list[Any] | None,
+    place: str,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> list[int]:
     """The same of a row. Raises UserError naming its place if the template does not take it."""
-    return text_tokens(chat_text(messages, tokenizer, tools, place), tokenizer)
+    return text_tokens(chat_text(messages, tokenizer, tools, place, template_kwargs), tokenizer)
 
 
 def chat_text(
-    messages: list[Message], tokenizer: Tokenizer, tools: list[Any] | None, place: str
+    messages: list[Message],
+    tokenizer: Tokenizer,
+    tools: list[Any] | None,
+    place: str,
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> str:
     """The same as text. Raises UserError as `chat_prompt` does."""
     if not tokenizer.chat_template:
         raise UserError(_no_template(place))
     try:
-        return generation_text(messages, tokenizer, tools)
+        return generation_text(messages, tokenizer, tools, template_kwargs)
     except Exception as error:
         raise UserError(_refused(error, place)) from error
 
@@ -272,7 +290,8 @@ def stop_tokens(tokenizer: Tokenizer) -> list[int]:
     ends = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     if tokenizer.chat_template:
         before = generation_prompt(_PROBE[:1], tokenizer)
-        whole = _token_lists(tokenizer, _template(tokenizer, [_PROBE], None, generation=False))[0]
+        text = _template(tokenizer, [_PROBE], None, NO_KWARGS, generation=False)
+        whole = _token_lists(tokenizer, text)[0]
         special = _special_tokens(tokenizer)
         last = whole[_end_of_turn(whole, len(before), len(whole), special, tokenizer) - 1]
         if last in special:
@@ -342,13 +361,13 @@ class _Writer:
             return [self._scripts([chat])[0] for chat in chats]
 
     def _write(self, chats: list[tuple[Row, Conversation, str]]) -> list[_Script | Problem]:
-        wanted: list[tuple[list[Message], list[Any] | None, bool]] = []
+        wanted: list[_Wanted] = []
         for _, chat, _ in chats:
-            wanted.append((chat.messages, chat.tools, False))
+            wanted.append(_Wanted(chat, len(chat.messages), generation=False))
             for turn in self._supervised(chat):
-                wanted.append((chat.messages[:turn], chat.tools, True))
+                wanted.append(_Wanted(chat, turn, generation=True))
                 if turn + 1 < len(chat.messages):
-                    wanted.append((chat.messages[: turn + 1], chat.tools, False))
+                    wanted.append(_Wanted(chat, turn + 1, generation=False))
         texts = iter(_template_all(self.tokenizer, wanted))
         scripts: list[_Script | Problem] = []
         for row, chat, place in chats:
@@ -409,7 +428,7 @@ class _Writer:
                 "the tokenizer has no eos token, so a completion would have no end",
                 "take a tokenizer with an eos_token, or chat rows",
             )
-        prompt = plain_prompt(example.prompt, self.tokenizer)
+        prompt = plain_prompt(example.prompt, self.tokenizer) if example.prompt else []
         whole = plain_prompt(example.prompt + example.completion, self.tokenizer)
         if whole[: len(prompt)] == prompt:
             completion = whole[len(prompt) :]
@@ -429,21 +448,33 @@ def _texts(script: _Script) -> Iterable[str]:
         yield turn.until
 
 
-def _template_all(
-    tokenizer: Tokenizer, wanted: list[tuple[list[Message], list[Any] | None, bool]]
-) -> list[str]:
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """The text of a conversation's first turns, with the generation prompt behind them or not."""
+
+    chat: Conversation
+    turns: int
+    generation: bool
+
+    @property
+    def messages(self) -> list[Message]:
+        return self.chat.messages[: self.turns]
+
+
+def _template_all(tokenizer: Tokenizer, wanted: list[_Wanted]) -> list[str]:
     """The texts of conversations; those that differ in nothing but messages go in one call."""
     texts: list[str] = [""] * len(wanted)
     plain: dict[bool, list[int]] = {False: [], True: []}
-    for index, (messages, tools, generation) in enumerate(wanted):
-        if tools is None:
-            plain[generation].append(index)
+    for index, one in enumerate(wanted):
+        tools, kwargs = one.chat.tools, one.chat.template_kwargs
+        if tools is None and not kwargs:
+            plain[one.generation].append(index)
         else:
-            texts[index] = _template(tokenizer, [messages], tools, generation)[0]
+            texts[index] = _template(tokenizer, [one.messages], tools, kwargs, one.generation)[0]
     for generation, indices in plain.items():
         if indices:
-            conversations = [wanted[index][0] for index in indices]
-            rendered = _template(tokenizer, conversations, None, generation)
+            conversations = [wanted[index].messages for index in indices]
+            rendered = _template(tokenizer, conversations, None, NO_KWARGS, generation)
             for index, text in zip(indices, rendered, strict=True):
                 texts[index] = text
     return texts
@@ -453,10 +484,11 @@ def _template(
     tokenizer: Tokenizer,
     conversations: list[list[Message]],
     tools: list[Any] | None,
+    kwargs: Mapping[str, Any],
     generation: bool,
 ) -> list[str]:
     texts: list[str] = tokenizer.apply_chat_template(
-        conversations, tools=tools, tokenize=False, add_generation_prompt=generation
+        conversations, tools=tools, tokenize=False, add_generation_prompt=generation, **kwargs
     )
     return texts
 

@@ -3,11 +3,13 @@
     {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
     {"prompt": "1+1=", "completion": "2"}                  (strings, or two lists of messages)
     {"prompt": "1+1=", "chosen": "2", "rejected": "3"}     (strings, or three lists of messages)
+    {"text": "1+1=2"}                                      (learned whole; for sft)
     {"input_ids": [5, 6, 7], "weights": [0, 0.5, 1]}       (tokens as they are; for sft)
 
-A chat row may hold `tools`, which are handed to the chat template. Rows to be learned from may say
-how much they count: `weight` of a row (1 if left out) times `weight` of an assistant turn (1), for
-which `train: false` stands for 0. Further columns are kept.
+A chat row may hold `tools` (a list, or JSON text of one) and `chat_template_kwargs`, which are
+handed to the chat template. Rows to be learned from may say how much they count: `weight` of a row
+(1 if left out) times `weight` of an assistant turn (1), for which `train: false` stands for 0.
+Further columns are kept.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import difflib
 import json
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from backends.errors import Problem
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Message = dict[str, Any]
+
+SHAPES = frozenset({"messages", "prompt", "completion", "chosen", "rejected", "input_ids"})
+"""The columns that tell what shape a row has; without any of them it may be `text`."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE_ROW = (
@@ -41,11 +47,15 @@ class Conversation:
     messages: list[Message]
     first_supervised: int
     tools: list[Any] | None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class PlainText:
-    """A prompt and its completion as text, without a chat template."""
+    """A prompt and its completion as text, without a chat template.
+
+    An empty prompt is none: the completion is the whole text.
+    """
 
     prompt: str
     completion: str
@@ -59,6 +69,7 @@ class Preference:
     chosen: list[Message] | str
     rejected: list[Message] | str
     tools: list[Any] | None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_example(row: Row) -> Conversation | PlainText:
@@ -66,13 +77,31 @@ def read_example(row: Row) -> Conversation | PlainText:
 
     Of a prompt and completion given as messages only the completion's turns are supervised.
     """
-    tools = row.get("tools")
+    if is_text(row):
+        return PlainText("", row["text"])
+    tools, template_kwargs = read_tools(row), read_template_kwargs(row)
     if "messages" in row:
-        return Conversation(row["messages"], 0, tools)
+        return Conversation(row["messages"], 0, tools, template_kwargs)
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str):
         return PlainText(prompt, completion)
-    return Conversation([*prompt, *completion], len(prompt), tools)
+    return Conversation([*prompt, *completion], len(prompt), tools, template_kwargs)
+
+
+def is_text(row: Row) -> bool:
+    """Whether a row is text without a prompt; beside other shapes `text` is a column like any."""
+    return "text" in row and not SHAPES & row.keys()
+
+
+def read_tools(row: Row) -> list[Any] | None:
+    """The tools of a row that nothing is wrong with; None for a list of none, as in TRL."""
+    tools = row.get("tools")
+    return (json.loads(tools) if isinstance(tools, str) else tools) or None
+
+
+def read_template_kwargs(row: Row) -> Mapping[str, Any]:
+    """What a row that nothing is wrong with gives its chat template beside messages and tools."""
+    return row.get("chat_template_kwargs") or {}
 
 
 def read_tokens(row: Row) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
@@ -121,21 +150,21 @@ def read_prompt(row: Row) -> list[Message] | str:
 def read_preference(row: Row) -> Preference:
     """A row that `preference_problem` has nothing against: its prompt and its two answers.
 
-    Where chosen and rejected are whole conversations (no prompt, or only its text, beside them),
-    the prompt is the turns that both begin with, as in TRL.
+    Where chosen and rejected are whole conversations or texts (no prompt, or only its text beside
+    conversations), the prompt is what both begin with, as in TRL.
     """
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    if isinstance(chosen, list) and not isinstance(prompt, list):
-        shared = _shared_turns(chosen, rejected)
+    if prompt is None or (isinstance(chosen, list) and not isinstance(prompt, list)):
+        shared = _shared(chosen, rejected)
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-    assert prompt is not None
-    return Preference(prompt, chosen, rejected, row.get("tools"))
+    return Preference(prompt, chosen, rejected, read_tools(row), read_template_kwargs(row))
 
 
-def _shared_turns(chosen: list[Message], rejected: list[Message]) -> int:
-    """How many turns both begin with."""
+def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How many turns or characters both begin with; the space before an answer belongs to that."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    shared = next((i for i, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    return shared - 1 if shared and chosen[shared - 1] == " " else shared
 
 
 def last_assistant(messages: list[Message]) -> int:
@@ -145,6 +174,8 @@ def last_assistant(messages: list[Message]) -> int:
 
 def row_problem(row: Row, place: str) -> Problem | None:
     """What is wrong with a row to be learned from: its shape, its turns. None if nothing."""
+    if problem := _template_problem(row, place):
+        return problem
     if "messages" in row:
         if "prompt" in row or "completion" in row:
             return Problem(place, "has messages and prompt/completion", "keep one of the two")
@@ -157,11 +188,30 @@ def row_problem(row: Row, place: str) -> Problem | None:
         return Problem(
             place,
             f"has neither messages nor prompt and completion, but {keys}",
-            f"a row looks like {EXAMPLE_ROW}",
+            "write it as messages, turns with role and content"
+            if "conversations" in row
+            else f"a row looks like {EXAMPLE_ROW}",
         )
+    if missing and {"chosen", "rejected"} <= row.keys():
+        return Problem(place, "is a preference, of two answers", "take kind: dpo for these")
     if missing:
         return Problem(place, f"{missing[0]} is missing", "give both prompt and completion")
     return _pair_problem(row["prompt"], row["completion"], place)
+
+
+def scored_problem(row: Row, place: str) -> Problem | None:
+    """What is wrong with a row whose tokens are to be likely: as `row_problem`, or text.
+
+    None if nothing.
+    """
+    if is_text(row):
+        text = row["text"]
+        good = isinstance(text, str) and text
+        return None if good else Problem(place, f"text is {shown(text)}", "give the text to learn")
+    if row.get("label") is False and "completion" in row:
+        what = "label is false: an unpaired preference, and no example to learn from"
+        return Problem(place, what, "keep the others by a filter, or pair it for kind: dpo")
+    return row_problem(row, place)
 
 
 def supervised_problem(row: Row, place: str) -> Problem | None:
@@ -169,7 +219,7 @@ def supervised_problem(row: Row, place: str) -> Problem | None:
 
     None if nothing.
     """
-    if problem := _tokens_problem(row, place) if "input_ids" in row else row_problem(row, place):
+    if problem := _tokens_problem(row, place) if "input_ids" in row else scored_problem(row, place):
         return problem
     if problem := _weight_problem(row, "", place):
         return problem
@@ -186,6 +236,8 @@ def prompt_problem(row: Row, place: str) -> Problem | None:
 
     None if nothing.
     """
+    if problem := _template_problem(row, place):
+        return problem
     if "messages" in row and "prompt" not in row:
         messages = row["messages"]
         problem = _messages_problem(messages, "messages", place)
@@ -196,20 +248,25 @@ def prompt_problem(row: Row, place: str) -> Problem | None:
         prompt = row["prompt"]
         if isinstance(prompt, str):
             return None if prompt else Problem(place, "prompt is empty", "give the question")
-        return _messages_problem(prompt, "prompt", place)
+        return _messages_problem(prompt, "prompt", place) or _asking_problem(prompt, place)
     return row_problem(row, place)
 
 
 def preference_problem(row: Row, place: str) -> Problem | None:
     """What is wrong with a row to learn a preference from. None if nothing."""
+    if problem := _template_problem(row, place):
+        return problem
     missing = [name for name in ("chosen", "rejected") if name not in row]
+    if len(missing) == 2 and {"completion", "label"} <= row.keys():
+        what = "has a completion with a label: an unpaired preference, which is not read"
+        return Problem(place, what, "pair it with an answer of the other label to its prompt")
     if missing:
         keys = ", ".join(map(repr, row)) or "nothing"
         what = f"has no {' and no '.join(missing)}, but {keys}"
         return Problem(place, what, f"a row looks like {EXAMPLE_PAIR}")
     chosen, rejected, prompt = row["chosen"], row["rejected"], row.get("prompt")
     if isinstance(chosen, str) and isinstance(rejected, str):
-        problem = _text_prompt_problem(prompt, place)
+        problem = _text_prompt_problem(prompt, chosen, rejected, place)
     elif isinstance(chosen, str) or isinstance(rejected, str):
         kinds = f"a {type(chosen).__name__} and a {type(rejected).__name__}"
         what = f"chosen and rejected are {kinds}"
@@ -227,9 +284,12 @@ def preference_problem(row: Row, place: str) -> Problem | None:
     return problem
 
 
-def _text_prompt_problem(prompt: Any, place: str) -> Problem | None:
+def _text_prompt_problem(prompt: Any, chosen: str, rejected: str, place: str) -> Problem | None:
     if prompt is None:
-        return Problem(place, "prompt is missing", "give the text that both answers follow")
+        if chosen == rejected or _shared(chosen, rejected):
+            return None
+        what = "prompt is missing, and chosen and rejected do not begin alike"
+        return Problem(place, what, "give the text that both answers follow")
     if not isinstance(prompt, str):
         return Problem(
             place,
@@ -246,7 +306,7 @@ def _answers_problem(
 ) -> Problem | None:
     """What is wrong with answers given as turns, each of which has been looked at."""
     if isinstance(prompt, str | None):
-        shared = _shared_turns(chosen, rejected)
+        shared = _shared(chosen, rejected)
         if shared == 0:
             return Problem(
                 place,
@@ -258,6 +318,9 @@ def _answers_problem(
         prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
     elif problem := _messages_problem(prompt, "prompt", place):
         return problem
+    elif prompt == chosen[: len(prompt)] == rejected[: len(prompt)]:
+        what = "chosen and rejected repeat the turns of prompt"
+        return Problem(place, what, "leave prompt out, or the turns in these")
     for name, answer in (("chosen", chosen), ("rejected", rejected)):
         if last_assistant(answer) < 0:
             return Problem(
@@ -288,42 +351,77 @@ def _pair_problem(prompt: Any, completion: Any, place: str) -> Problem | None:
 def _messages_problem(messages: Any, name: str, place: str) -> Problem | None:
     if not isinstance(messages, list) or not messages:
         return Problem(
-            place, f"{name} is {_short(messages)}", f"a list of turns, as in {EXAMPLE_ROW}"
+            place, f"{name} is {shown(messages)}", f"a list of turns, as in {EXAMPLE_ROW}"
         )
     for index, turn in enumerate(messages):
         where = f"{name}[{index}]"
         if not isinstance(turn, dict):
             return Problem(
                 place,
-                f"{where} is {_short(turn)}",
+                f"{where} is {shown(turn)}",
                 'a turn is an object with "role" and "content"',
             )
         role = turn.get("role")
         if role not in ROLES:
             near = difflib.get_close_matches(str(role), ROLES, n=1)
-            what = f"{where}.role is {_short(role)}" if "role" in turn else f"{where} has no role"
+            what = f"{where}.role is {shown(role)}" if "role" in turn else f"{where} has no role"
             remedy = f"did you mean {near[0]!r}?" if near else f"roles are {', '.join(ROLES)}"
             return Problem(place, what, remedy)
         content = turn.get("content")
         if not isinstance(content, str) and not (content is None and turn.get("tool_calls")):
             what = (
-                f"{where}.content is {_short(content)}"
+                f"{where}.content is {shown(content)}"
                 if "content" in turn
                 else f"{where} has no content"
             )
             return Problem(place, what, "content is a string")
+        calls = turn.get("tool_calls")
+        if calls is not None and not _all_objects(calls):
+            what = f"{where}.tool_calls is {shown(calls)}"
+            return Problem(place, what, "give a list of objects")
     return None
+
+
+def _asking_problem(prompt: list[Message], place: str) -> Problem | None:
+    """What is wrong with turns that an answer is to follow."""
+    role = prompt[-1]["role"]
+    if role in ("user", "tool"):
+        return None
+    what = f"prompt ends with a turn of {role}, which asks for no answer"
+    return Problem(place, what, "end it with a user turn")
+
+
+def _template_problem(row: Row, place: str) -> Problem | None:
+    """What is wrong with what a row has for its chat template beside messages."""
+    tools = row.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError:
+            tools = False
+    if tools is not None and not _all_objects(tools):
+        what = f"tools is {shown(row['tools'])}"
+        return Problem(place, what, "give a list of objects, or JSON text of one")
+    kwargs = row.get("chat_template_kwargs")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        what = f"chat_template_kwargs is {shown(kwargs)}"
+        return Problem(place, what, 'give an object, as {"enable_thinking": false}')
+    return None
+
+
+def _all_objects(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, dict) for item in value)
 
 
 def _tokens_problem(row: Row, place: str) -> Problem | None:
     ids, weights = row["input_ids"], row.get("weights")
     if not isinstance(ids, list) or len(ids) < 2 or not all(map(_is_token, ids)):
-        what = f"input_ids is {_short(ids)}"
+        what = f"input_ids is {shown(ids)}"
         return Problem(place, what, "give two token numbers or more, from 0 on")
     if weights is None:
         return None
     if not isinstance(weights, list) or not all(map(_is_weight, weights)):
-        return Problem(place, f"weights is {_short(weights)}", "give numbers from 0 on")
+        return Problem(place, f"weights is {shown(weights)}", "give numbers from 0 on")
     if len(weights) != len(ids):
         what = f"has {len(ids)} input_ids and {len(weights)} weights"
         return Problem(place, what, "give each token its weight")
@@ -333,10 +431,10 @@ def _tokens_problem(row: Row, place: str) -> Problem | None:
 def _weight_problem(item: dict[str, Any], where: str, place: str) -> Problem | None:
     """What is wrong with the `weight` of a row, or with that and `train` of a turn."""
     if "weight" in item and not _is_weight(item["weight"]):
-        what = f"{where}weight is {_short(item['weight'])}"
+        what = f"{where}weight is {shown(item['weight'])}"
         return Problem(place, what, "give a number from 0 on; 1 is what others count")
     if where and not isinstance(item.get("train", True), bool):
-        return Problem(place, f"{where}train is {_short(item['train'])}", "give true or false")
+        return Problem(place, f"{where}train is {shown(item['train'])}", "give true or false")
     return None
 
 
@@ -371,6 +469,7 @@ def _opening_problem(messages: list[Message], place: str) -> Problem | None:
     return None
 
 
-def _short(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value as a message shows it: as JSON, at most 60 characters of it."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     return text if len(text) <= 60 else text[:57] + "…"

@@ -14,11 +14,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, JsonValue
+from pydantic import ConfigDict, Field, JsonValue, field_validator
 
 from algorithms.data.dataset import DataSource, Record
 from algorithms.data.files import matching_files, opened
-from algorithms.data.shapes import EXAMPLE_ROW, Row
+from algorithms.data.shapes import EXAMPLE_ROW, Row, shown
 from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 ROWS_AT_ONCE = 1024
 """Rows that are taken out of an Arrow table together."""
+
+HUB_SECONDS = 10.0
+"""How long the hub may take to say what it has."""
 
 NEEDS_EXTRA = "install it: pip install 'flowtune[data]'"
 
@@ -38,6 +41,13 @@ class FileSource(DataSource):
         "ones, s3:// addresses, or patterns such as data/*.jsonl.",
         examples=["examples/data/arithmetic/train.jsonl"],
     )
+
+    @field_validator("path")
+    @classmethod
+    def _names_a_file(cls, path: str | list[str]) -> str | list[str]:
+        if "" in ([path] if isinstance(path, str) else path or [""]):
+            raise ValueError("names no file")
+        return path
 
     def title(self) -> str:
         """The paths as they are given."""
@@ -89,7 +99,7 @@ class JsonlData(StreamedSource, FileSource):
 
 def _parse_line(line: bytes, place: str) -> Record:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        row = _parse(line)
     except UnicodeDecodeError as error:
         return Problem(place, f"not UTF-8 text ({error.reason})", "save the file as UTF-8")
     except json.JSONDecodeError as error:
@@ -98,7 +108,43 @@ def _parse_line(line: bytes, place: str) -> Record:
             f"not JSON: {error.msg} at column {error.colno}",
             "a jsonl file holds one whole JSON object on each line",
         )
+    except (ValueError, RecursionError) as error:
+        return Problem(place, str(error), "mend the row")
     return _object(row, place)
+
+
+def _parse(content: bytes) -> Any:
+    """The JSON that UTF-8 text holds.
+
+    Raises ValueError for what Python would read all the same: a key that stands twice, of which it
+    takes the last, and half a character, which no tokenizer takes.
+    """
+    text = content.decode("utf-8-sig")
+    value = _DECODER.decode(text)
+    if "\\u" in text:
+        _check_text(value)
+    return value
+
+
+def _check_text(value: Any) -> None:
+    """Raise ValueError if JSON holds half a character somewhere."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start].encode("ascii", "backslashreplace").decode()
+        raise ValueError(f"holds {half}, which is half a character") from None
+
+
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"an object has {twice!r} twice: {shown(made)}")
+    return made
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_each_key_once)
 
 
 def _object(row: Any, place: str) -> Record:
@@ -136,7 +182,7 @@ class JsonData(FileSource):
 
 def _parse_document(content: bytes, path: str) -> Any:
     try:
-        return json.loads(content.decode("utf-8-sig"))
+        return _parse(content)
     except UnicodeDecodeError as error:
         what, remedy = f"not UTF-8 text ({error.reason})", "save the file as UTF-8"
         raise UserError(Problem(path, what, remedy)) from None
@@ -145,6 +191,8 @@ def _parse_document(content: bytes, path: str) -> Any:
         remedy = "for one row on each line take kind: jsonl" if lines else "mend it there"
         what = f"not JSON: {error.msg} (column {error.colno})"
         raise UserError(Problem(f"{path}:{error.lineno}", what, remedy)) from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(Problem(path, str(error), "mend it there")) from None
 
 
 def _lists_in(document: Any) -> str:
@@ -166,6 +214,13 @@ class CsvData(StreamedSource, FileSource):
         ",", min_length=1, max_length=1, description='What stands between values; "\\t" for tabs.'
     )
 
+    @field_validator("delimiter")
+    @classmethod
+    def _is_not_in_use(cls, delimiter: str) -> str:
+        if delimiter in '"\r\n':
+            raise ValueError("stands for something else in csv; take another character")
+        return delimiter
+
     def read(self, file: IO[bytes], path: str, where: str) -> Iterator[Record]:
         """The rows under the names; a row's line is the one that it begins on."""
         csv.field_size_limit(sys.maxsize)  # texts are longer than the 128 KiB it begins with
@@ -177,7 +232,8 @@ class CsvData(StreamedSource, FileSource):
             try:
                 cells = next(reader, None)
             except csv.Error as error:
-                yield Problem(place, f"not csv: {error}", "quote values as csv does")
+                what = f"not csv: {error} (line {reader.line_num})"
+                yield Problem(place, what, "quote values as csv does")
                 continue
             if cells is None:
                 break
@@ -189,6 +245,8 @@ class CsvData(StreamedSource, FileSource):
 
 
 def _column_names(cells: list[str], place: str) -> list[str]:
+    if not _is_utf8(cells):
+        raise UserError(Problem(place, "not UTF-8 text", "save the file as UTF-8"))
     if len(set(cells)) < len(cells) or not all(cells):
         what = f"the first line has to name the columns, each once: it says {', '.join(cells)}"
         raise UserError(Problem(place, what, "put the names there, such as prompt,completion"))
@@ -199,11 +257,18 @@ def _csv_row(names: list[str], cells: list[str], place: str) -> Record:
     if len(cells) != len(names):
         what = f"has {len(cells)} values for {len(names)} columns"
         return Problem(place, what, "quote values that hold the delimiter or a line break")
+    if not _is_utf8(cells):
+        return Problem(place, "not UTF-8 text", "save the file as UTF-8")
+    return dict(zip(names, cells, strict=True)), place
+
+
+def _is_utf8(cells: list[str]) -> bool:
+    """Whether none holds a byte that was no text."""
     try:
         "".join(cells).encode()
     except UnicodeEncodeError:
-        return Problem(place, "not UTF-8 text", "save the file as UTF-8")
-    return dict(zip(names, cells, strict=True)), place
+        return False
+    return True
 
 
 # --- tables -------------------------------------------------------------------------------------
@@ -227,11 +292,15 @@ class ParquetData(StreamedSource, FileSource):
             what = "parquet needs the pyarrow package"
             raise UserError(Problem(f"{where}.kind", what, NEEDS_EXTRA)) from None
         table = parquet.ParquetFile(file)
-        _check_columns(self.columns, table.schema_arrow.names, f"{where}.columns", path)
+        names = table.schema_arrow.names
+        _check_columns(self.columns, names, f"{where}.columns", path)
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            what = f"{path} has two columns {twice[0]!r}"
+            raise UserError(Problem(f"{where}.path", what, "give each its own name"))
         batches = table.iter_batches(ROWS_AT_ONCE, columns=self.columns)
         rows = (row for batch in batches for row in batch.to_pylist())
         for number, row in enumerate(rows, start=1):
-            yield _plain_row(row), f"{path}:row {number}"
+            yield _plain_row(row, f"{path}:row {number}")
 
 
 class HuggingFaceData(StreamedSource):
@@ -271,26 +340,65 @@ class HuggingFaceData(StreamedSource):
         except UserError:
             raise
         except Exception as error:
-            words = (str(error) or type(error).__name__).splitlines()[0]
-            what = f"{self.title()} cannot be loaded: {words}"
-            remedy = "check name, config, split and revision, and HF_TOKEN for what is not public"
-            raise UserError(Problem(f"{where}.name", what, remedy)) from error
+            raise UserError(self._not_loaded(error, where)) from error
         assert isinstance(table, datasets.Dataset)
         _check_columns(self.columns, table.column_names, f"{where}.columns", self.title())
         if self.columns is not None:
             table = table.select_columns(self.columns)
         for number, row in enumerate(table, start=1):
-            yield _plain_row(row), f"{self.title()}:row {number}"
+            yield _plain_row(row, f"{self.title()}:row {number}")
 
     def _of_hub(self, where: str) -> datasets.Dataset:
         import datasets
 
+        if not Path(self.name).expanduser().is_dir():
+            self._ask_hub(where)
         return datasets.load_dataset(
             str(Path(self.name).expanduser()) if self.name.startswith("~") else self.name,
             self.config,
             split=self.split,
             revision=self.revision,
         )
+
+    def _ask_hub(self, where: str) -> None:
+        """Ask for the data set once: the library asks a hub that is not there for minutes.
+
+        Raises UserError for one that the hub does not have, or that can be had neither from the
+        hub nor out of the cache. What else goes wrong is for the library to meet.
+        """
+        from datasets.load import CachedDatasetModuleFactory
+        from huggingface_hub import HfApi, errors
+
+        try:
+            HfApi().dataset_info(self.name, revision=self.revision, timeout=HUB_SECONDS)
+        except errors.RevisionNotFoundError:
+            what = f"{self.name} has no revision {self.revision!r}"
+            remedy = "give a branch, tag or commit of it"
+            raise UserError(Problem(f"{where}.revision", what, remedy)) from None
+        except errors.RepositoryNotFoundError:
+            what = f"the hub shows no data set {self.name!r}"
+            remedy = "check the name, and set HF_TOKEN for one that is not public"
+            raise UserError(Problem(f"{where}.name", what, remedy)) from None
+        except (errors.HfHubHTTPError, errors.HFValidationError):
+            return
+        except Exception as error:  # noqa: BLE001  (of any HTTP library that the client is built on)
+            try:
+                CachedDatasetModuleFactory(self.name).get_module()
+            except FileNotFoundError:
+                what = f"{self.name} is not in the cache, and the hub cannot be reached"
+                remedy = "see to the network, HF_ENDPOINT and HF_HUB_OFFLINE"
+                problem = Problem(f"{where}.name", f"{what} ({_first_line(error)})", remedy)
+                raise UserError(problem) from error
+
+    def _not_loaded(self, error: Exception, where: str) -> Problem:
+        words = _first_line(error.__cause__ or error)
+        if words.startswith(("Unknown split", "Unrecognized instruction format")):
+            return Problem(f"{where}.split", words, "take one of its splits, such as train[:1000]")
+        if words.startswith("BuilderConfig"):
+            return Problem(f"{where}.config", words, "take one that there is")
+        what = f"{self.title()} cannot be loaded: {words}"
+        remedy = "check name, config, split and revision, and HF_TOKEN for what is not public"
+        return Problem(f"{where}.name", what, remedy)
 
     def _saved(self, folder: Path, where: str) -> datasets.Dataset:
         import datasets
@@ -309,6 +417,10 @@ class HuggingFaceData(StreamedSource):
         return saved[self.split]
 
 
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _is_saved(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
@@ -323,17 +435,26 @@ def _check_columns(
             raise UserError(Problem(where, f"{source} has no column {name!r}", remedy))
 
 
-def _plain_row(row: Row) -> Row:
-    plain: Row = _plain(row)
-    return plain
+def _plain_row(row: Row, place: str) -> Record:
+    plain: Row = {}
+    for name, value in row.items():
+        try:
+            if value is not None:
+                plain[name] = _plain(value)
+        except UnicodeDecodeError:
+            what = f"{name} is bytes that are no UTF-8 text"
+            return Problem(place, what, "name the columns that are wanted under columns")
+    return plain, place
 
 
 def _plain(value: Any) -> Any:
     """The value as JSON has it; keys that a table fills with nulls for lack of a value are gone."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, bytes):
+        return value.decode()
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
@@ -359,4 +480,10 @@ class RowsData(DataSource):
     def records(self, where: str) -> Iterator[Record]:
         """The rows as they are."""
         for index, row in enumerate(self.rows):
-            yield row, f"{where}.rows[{index}]"
+            place = f"{where}.rows[{index}]"
+            try:
+                _check_text(row)
+            except ValueError as error:
+                yield Problem(place, str(error), "mend the row")
+            else:
+                yield row, place

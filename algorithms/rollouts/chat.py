@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from algorithms.data.rendering import chat_text, plain_prompt, text_tokens
-from algorithms.data.shapes import Message
+from algorithms.data.shapes import Message, Row, read_template_kwargs
 from algorithms.rollouts.trajectory import Turn, sampled_turn
 from backends.base import SamplingClient, Tokenizer
 
@@ -55,6 +55,13 @@ class Voice:
     max_tokens: int
     temperature: float
     max_context: int | None
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What the chat template is given beside messages and tools."""
+
+    def of(self, row: Row) -> Voice:
+        """The same, with what the row gives its chat template."""
+        kwargs = read_template_kwargs(row)
+        return replace(self, template_kwargs=kwargs) if kwargs else self
 
     def opening(
         self, messages: list[Message] | str, tools: list[Any] | None, place: str
@@ -63,9 +70,13 @@ class Voice:
         if isinstance(messages, str):
             prompt = Prompt("", plain_prompt(messages, self.tokenizer))
         else:
-            text = chat_text(messages, self.tokenizer, tools, place)
+            text = self.written(messages, tools, place)
             prompt = Prompt(text, text_tokens(text, self.tokenizer))
         return Opening(messages, tools, prompt)
+
+    def written(self, messages: list[Message], tools: list[Any] | None, place: str) -> str:
+        """The conversation as the template writes it. Raises UserError naming `place`."""
+        return chat_text(messages, self.tokenizer, tools, place, self.template_kwargs)
 
     def params(self, seed: int) -> tinker_types.SamplingParams:
         """The settings of one request."""
@@ -162,7 +173,7 @@ class ChatClient:
         """
         if not self._text or isinstance(messages, str):
             return self._voice.opening(messages, tools, self._place).prompt
-        text = chat_text(messages, self._voice.tokenizer, tools, self._place)
+        text = self._voice.written(messages, tools, self._place)
         if text.startswith(self._text):
             before = self.turns[-1]
             new = text_tokens(text[len(self._text) :], self._voice.tokenizer)

@@ -116,7 +116,8 @@ class RolloutRunner:
                 continue
             known = [(opening.messages, opening.tools) for opening in openings]
             if scene.opening not in known:
-                openings.append(self.voice.opening(*scene.opening, seats[index].place))
+                seat = seats[index]
+                openings.append(self.voice.of(seat.row).opening(*scene.opening, seat.place))
                 members.append([])
                 known.append(scene.opening)
             members[known.index(scene.opening)].append(index)
@@ -155,7 +156,7 @@ class RolloutRunner:
             current = scenes.pop() if scenes else await self._open(seat)
             seat.chat = ChatClient(
                 client,
-                self.voice,
+                self.voice.of(seat.row),
                 seat.place,
                 self.limits.max_turns,
                 partial(self._seed_of_turn, seat),

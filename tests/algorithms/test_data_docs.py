@@ -12,7 +12,7 @@ import yaml
 from pydantic import TypeAdapter
 
 from algorithms.data.dataset import DATA_SOURCES, DataSource
-from algorithms.data.shapes import preference_problem, row_problem
+from algorithms.data.shapes import preference_problem, supervised_problem
 from algorithms.data.transforms import TRANSFORMS, RowTransform
 from algorithms.experiment import DataField
 
@@ -69,7 +69,7 @@ def test_each_row_is_good() -> None:
     (text,) = blocks("json")
     for line in text.splitlines():
         row = json.loads(line)
-        check = preference_problem if "chosen" in row else row_problem
+        check = preference_problem if "chosen" in row else supervised_problem
         assert check(row, line) is None
 
 

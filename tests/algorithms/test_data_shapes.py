@@ -19,8 +19,22 @@ BAD = {"role": "assistant", "content": "bad"}
             Preference("q", "good", "bad", None),
         ),
         (
-            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": ["t"]},
-            Preference([USER], [GOOD], [BAD], ["t"]),
+            {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": [{"name": "t"}]},
+            Preference([USER], [GOOD], [BAD], [{"name": "t"}]),
+        ),
+        (
+            {
+                "prompt": [USER],
+                "chosen": [GOOD],
+                "rejected": [BAD],
+                "tools": '[{"name": "t"}]',
+                "chat_template_kwargs": {"enable_thinking": False},
+            },
+            Preference([USER], [GOOD], [BAD], [{"name": "t"}], {"enable_thinking": False}),
+        ),
+        (
+            {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+            Preference("The sky is", " blue.", " green.", None),
         ),
         (
             {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
@@ -47,6 +61,13 @@ def test_preferences(row: Row, expected: Preference) -> None:
         ({"prompt": "q", "chosen": "a"}, "has no rejected, but 'prompt', 'chosen'"),
         ({"prompt": "q"}, "has no chosen and no rejected"),
         ({"chosen": "a", "rejected": "b"}, "prompt is missing"),
+        ({"chosen": "a", "rejected": "a"}, "are the same"),
+        ({"prompt": "q", "completion": "a", "label": True}, "an unpaired preference"),
+        (
+            {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "chosen and rejected repeat the turns of prompt",
+        ),
+        ({"prompt": "q", "chosen": "a", "rejected": "b", "tools": 3}, "tools is 3"),
         ({"prompt": "", "chosen": "a", "rejected": "b"}, "prompt is empty"),
         ({"prompt": [USER], "chosen": "a", "rejected": "b"}, "prompt is a list, but chosen"),
         ({"prompt": "q", "chosen": "a", "rejected": [BAD]}, "are a str and a list"),
@@ -69,9 +90,16 @@ def test_what_is_wrong_with_a_preference(row: Row, what: str) -> None:
     assert problem.remedy
 
 
-def test_they_are_cut_as_trl_cuts_them() -> None:
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]},
+        {"chosen": "The sky is blue.", "rejected": "The sky is green."},
+        {"chosen": "1+1=2", "rejected": "1+1=3"},
+    ],
+)
+def test_they_are_cut_as_trl_cuts_them(row: Row) -> None:
     data_utils = pytest.importorskip("trl.data_utils")
-    row = {"chosen": [USER, GOOD, USER, GOOD], "rejected": [USER, GOOD, USER, BAD]}
     theirs = data_utils.maybe_extract_prompt(row)
     ours = read_preference(row)
     assert (ours.prompt, ours.chosen, ours.rejected) == (

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import bz2
 import csv
 import gzip
 import json
+import lzma
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import fsspec
 import pytest
+import zstandard
 from pydantic import TypeAdapter
 
 from algorithms.data.dataset import DATA_SOURCES, DataSource, load_dataset
@@ -141,13 +144,24 @@ def test_a_pattern_in_an_object_store(s3_uri: str) -> None:
     )
 
 
-def test_compressed_files_are_read_as_they_are(tmp_path: Path) -> None:
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress(b'{"a": 1}\n{"a": 2}\n'))
+@pytest.mark.parametrize(
+    ("suffix", "compress"),
+    [
+        ("gz", gzip.compress),
+        ("bz2", bz2.compress),
+        ("xz", lzma.compress),
+        ("zst", zstandard.ZstdCompressor().compress),
+    ],
+)
+def test_compressed_files_are_read_as_they_are(
+    suffix: str, compress: Callable[[bytes], bytes], tmp_path: Path
+) -> None:
+    path = tmp_path / f"rows.jsonl.{suffix}"
+    path.write_bytes(compress(b'{"a": 1}\n') + compress(b'{"a": 2}\n'))  # as pigz and pzstd do
     dataset = load_dataset(JsonlData(path=str(path)))
     assert dataset.rows == [{"a": 1}, {"a": 2}]
     assert dataset.places == [f"{path}:1", f"{path}:2"]
-    path.write_bytes(gzip.compress(b'{"a": 1}\n' * 1000)[:-10])
+    path.write_bytes(compress(b'{"a": 1}\n' * 1000)[:-10])
     (problem,) = problems_of(JsonlData(path=str(path)))
     assert (problem.where, "cannot be read" in problem.what) == ("data.path", True)
 
@@ -158,7 +172,34 @@ def test_a_folder_is_no_file(tmp_path: Path) -> None:
     assert problem.remedy == f"name its files: {tmp_path}/*"
 
 
+@pytest.mark.parametrize("path", ["", [], ["a.jsonl", ""]])
+def test_a_path_names_a_file(path: Any) -> None:
+    with pytest.raises(ValueError, match="names no file"):
+        source(kind="jsonl", path=path)
+
+
 # --- what can be wrong with a file --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ('{"a": 1, "b": {"c": 1, "c": 2}}', """an object has 'c' twice: {"c": 2}"""),
+        ('{"a": "\\ud83d"}', r"holds \ud83d, which is half a character"),
+        ("[" * 100_000, "maximum recursion depth exceeded"),
+        ('{"a": ' + "9" * 5000 + "}", "Exceeds the limit (4300 digits)"),
+    ],
+)
+def test_what_python_alone_would_read_or_choke_on(row: str, what: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f'{{"a": "\\ud83d\\ude00"}}\n{row}\n')
+    (problem,) = problems_of(JsonlData(path=str(path)))
+    assert problem.where == f"{path}:2"
+    assert what in problem.what
+    assert load_dataset(JsonlData(path=str(path), max_bad_rows=1)).rows == [{"a": "😀"}]
+    path.write_text(f"[{row}]")
+    (problem,) = problems_of(JsonData(path=str(path)))
+    assert (problem.where, what in problem.what) == (str(path), True)
 
 
 def test_bad_csv_rows_are_named_by_the_line_they_begin_on(tmp_path: Path) -> None:
@@ -172,7 +213,7 @@ def test_bad_csv_rows_are_named_by_the_line_they_begin_on(tmp_path: Path) -> Non
     assert found == [
         (f"{path}:4", "has 1 values for 2 columns"),
         (f"{path}:5", "not UTF-8 text"),
-        (f"{path}:7", "not csv: ',' expected after '\"'"),
+        (f"{path}:7", "not csv: ',' expected after '\"' (line 7)"),
     ]
     dataset = load_dataset(CsvData(path=str(path), max_bad_rows=3))
     assert [row["prompt"] for row in dataset.rows] == ["a\nb", "d"]
@@ -181,6 +222,11 @@ def test_bad_csv_rows_are_named_by_the_line_they_begin_on(tmp_path: Path) -> Non
 
 def test_csv_needs_names_and_may_have_tabs(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
+    path.write_bytes("a,b\n1,2\n".encode("utf-16"))
+    (problem,) = problems_of(CsvData(path=str(path)))
+    assert (problem.where, problem.what) == (f"{path}:1", "not UTF-8 text")
+    with pytest.raises(ValueError, match="stands for something else in csv"):
+        source(kind="csv", path=str(path), delimiter='"')
     path.write_text("a,a\n1,2\n")
     (problem,) = problems_of(CsvData(path=str(path)))
     assert problem.where == f"{path}:1"
@@ -222,6 +268,24 @@ def test_columns_of_tables(tmp_path: Path) -> None:
     path.write_text("no parquet")
     (problem,) = problems_of(ParquetData(path=str(path)))
     assert problem.where == "data.path"
+
+
+def test_columns_that_are_no_text(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "rows.parquet"
+    bytes_of = pyarrow.array([b"a", "é".encode(), b"\xff"])
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": bytes_of, "n": [1, 2, 3]}), path)
+    (problem,) = problems_of(ParquetData(path=str(path)))
+    assert problem.where == f"{path}:row 3"
+    assert problem.what == "prompt is bytes that are no UTF-8 text"
+    rows = load_dataset(ParquetData(path=str(path), max_bad_rows=1)).rows
+    assert [row["prompt"] for row in rows] == ["a", "é"]
+    twice = pyarrow.Table.from_arrays([bytes_of, bytes_of], names=["prompt", "prompt"])
+    pyarrow.parquet.write_table(twice, path)
+    (problem,) = problems_of(ParquetData(path=str(path)))
+    assert problem.what == f"{path} has two columns 'prompt'"
 
 
 def test_a_table_fills_no_keys_with_nulls(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,14 @@ import pytest
 from algorithms.base import TrainingBatch
 from algorithms.data.dataset import Dataset, load_dataset
 from algorithms.data.rendering import render_rows, to_datum
+from algorithms.data.spool import Lazy
+from algorithms.distilling import Distilling
 from algorithms.experiment import Experiment
+from algorithms.opening import open_live_run
+from algorithms.run import LiveRun
 from backends.base import SavedState
 from backends.errors import UserError
+from backends.storage.run_store import RunStore
 from tests.algorithms.samples import byte_tokenizer, chat, experiment, open_backend, set_up, train
 
 LONG_ANSWER = chat("q", "y" * 100)
@@ -70,6 +76,77 @@ async def test_a_run_resumes_exactly(path: Path, tmp_path: Path) -> None:
     await first.export_state(await first.save_full_state("x"), tmp_path)
     second = await open_backend(spec, SavedState(None, tmp_path))
     assert begun + await train(spec, second, first=3) == whole
+
+
+SAMPLED = {
+    "rl": {"num_samples": 4, "max_tokens": 8},
+    "sdft": {"num_samples": 2, "topk": 258, "max_context_length": 300},
+    "distill": {"num_samples": 2, "teacher": {"model": "a larger one"}},
+}
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    """Rows that the mock answers rightly now and then, one too long for sdft, and two bad ones."""
+    words = ["alpha", "bravo", "charlie", "delta", "echo"]
+    rows = [chat(word, word) for word in words]
+    rows += [{"prompt": [{"role": "golf"}]}, {"prompt": "foxtrot", "completion": "foxtrot"}]
+    rows += [chat("x" * 200, "x" * 200)]
+    path = tmp_path / "asked.jsonl"
+    path.write_text("\n".join(["{", *map(json.dumps, rows)]) + "\n")
+    return path
+
+
+def sampled_spec(path: Path, streaming: bool, kind: str) -> Experiment:
+    data = {"kind": "jsonl", "path": str(path), "max_bad_rows": 2, "streaming": streaming}
+    shared = {"batch_size": 2, "max_steps": 5, "save_every": 2, "learning_rate": 0.05}
+    return experiment(
+        data=data,
+        algorithm={"kind": kind, "params": shared | SAMPLED[kind]},
+        backend={"kind": "mock"},
+    )
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+async def test_sampled_batches_are_the_same_bits(kind: str, asked: Path) -> None:
+    kept, streamed = [
+        await set_up(spec, await open_backend(spec))
+        for spec in (sampled_spec(asked, False, kind), sampled_spec(asked, True, kind))
+    ]
+    assert streamed.setup_metrics() == kept.setup_metrics()
+    assert kept.setup_metrics()["data/rows_skipped"] == 2
+    examples = 0
+    for step in range(kept.steps_per_epoch):
+        batch = await kept.build_batch(step)
+        assert bits(await streamed.build_batch(step)) == bits(batch)
+        examples += len(batch.data)
+    assert examples
+    if isinstance(streamed, Distilling):
+        assert isinstance(streamed._questions, Lazy)
+
+
+@pytest.mark.parametrize("kind", SAMPLED)
+async def test_a_sampled_run_resumes_exactly(kind: str, asked: Path, tmp_path: Path) -> None:
+    async def opened(name: str, streaming: bool) -> LiveRun:
+        spec = sampled_spec(asked, streaming, kind)
+        return await open_live_run(spec, RunStore(str(tmp_path / name), "run"))
+
+    async def trained(run: LiveRun, *marks: int) -> list[dict[str, float]]:
+        for start, stop in pairwise(marks):
+            await run.run_segment(run, start, stop)
+            await run.settle()
+        await run.cancel()
+        await run.backend.aclose()
+        return [
+            {name: value for name, value in row.items() if not name.startswith("time/")}
+            for row in run.store.metrics()
+        ]
+
+    whole = await trained(await opened("whole", False), 0, 2, 4, 5)
+    await trained(await opened("cut", True), 0, 2)
+    again = await opened("cut", True)
+    assert again.plan.first_step == 2
+    assert await trained(again, 2, 4, 5) == whole
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -91,6 +91,11 @@ CASES: list[tuple[dict[str, Any], Row, Row]] = [
 ]
 
 
+def a_set(row: Row) -> Row:
+    """What no JSON holds."""
+    return {"a": {1, 2}}
+
+
 @pytest.mark.parametrize(("section", "row", "expected"), CASES)
 def test_what_a_transform_makes_of_a_row(section: dict[str, Any], row: Row, expected: Row) -> None:
     before = json.dumps(row)
@@ -176,6 +181,7 @@ def test_places_go_with_their_rows_on_disk_too(tmp_path: Path) -> None:
         (transform("system_prompt", content="s"), {"prompt": "q"}, "has no turns"),
         (transform("function", path="json:dumps"), {"a": 1}, "made a str of it"),
         (transform("function", path="json:loads"), {"a": 1}, "TypeError"),
+        (transform("function", path=f"{__name__}:a_set"), {"a": 1}, "is not what JSON holds"),
     ],
 )
 def test_a_row_that_breaks_a_transform_is_named(

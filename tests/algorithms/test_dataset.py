@@ -12,7 +12,12 @@ import pytest
 
 from algorithms.data.dataset import Dataset, load_dataset
 from algorithms.data.order import batch_rows, epoch_order, steps_per_epoch
-from algorithms.data.shapes import expected_answer, row_problem
+from algorithms.data.shapes import (
+    expected_answer,
+    prompt_problem,
+    row_problem,
+    supervised_problem,
+)
 from algorithms.data.sources import JsonlData, RowsData
 from backends.errors import UserError
 from tests.algorithms.samples import chat
@@ -108,7 +113,7 @@ def test_bad_rows_are_skipped_up_to_a_limit(
 
 def test_nothing_but_bad_rows_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "rows.jsonl", "{", "{")
-    with pytest.raises(UserError, match="holds nothing but bad rows"):
+    with pytest.raises(UserError, match="there is nothing but bad rows \\(2 of 2\\)"):
         load_dataset(JsonlData(path=path, max_bad_rows=9))
 
 
@@ -120,6 +125,20 @@ ANSWER = {"role": "assistant", "content": "a"}
     ("row", "what", "remedy"),
     [
         ({"text": "a"}, "has neither messages nor prompt and completion, but 'text'", "messages"),
+        ({"conversations": [USER]}, "but 'conversations'", "write it as messages"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "is a preference", "kind: dpo"),
+        ({"messages": [USER, ANSWER], "tools": "x"}, 'tools is "x"', "list of objects"),
+        ({"messages": [USER, ANSWER], "tools": ["x"]}, 'tools is ["x"]', "list of objects"),
+        (
+            {"messages": [USER, ANSWER], "chat_template_kwargs": []},
+            "chat_template_kwargs is []",
+            "give an object",
+        ),
+        (
+            {"messages": [USER, {**ANSWER, "tool_calls": "x"}]},
+            'messages[1].tool_calls is "x"',
+            "list of objects",
+        ),
         ({"prompt": "a"}, "completion is missing", "both"),
         ({"prompt": "", "completion": "a"}, "prompt is empty", "text"),
         ({"prompt": "a", "completion": [ANSWER]}, "a str and a list", "two strings"),
@@ -155,10 +174,36 @@ def test_what_is_wrong_with_a_row(row: dict[str, object], what: str, remedy: str
         {"prompt": [USER], "completion": [ANSWER]},
         {"messages": [{"role": "system", "content": ""}, USER, ANSWER], "tools": []},
         {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        {"messages": [USER, ANSWER], "tools": '[{"type": "function"}]', "text": "a column"},
     ],
 )
 def test_good_rows(row: dict[str, object]) -> None:
     assert row_problem(row, "x") is None
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"text": "a"}, None),
+        ({"text": ""}, 'text is ""'),
+        ({"text": 3}, "text is 3"),
+        ({"prompt": "a", "completion": "b", "label": True}, None),
+        ({"prompt": "a", "completion": "b", "label": False}, "an unpaired preference"),
+    ],
+)
+def test_what_sft_takes_beside_these(row: dict[str, object], what: str | None) -> None:
+    problem = supervised_problem(row, "x")
+    assert (problem is None) if what is None else (problem is not None and what in problem.what)
+
+
+def test_a_prompt_ends_where_an_answer_begins() -> None:
+    assert prompt_problem({"prompt": [USER]}, "x") is None
+    for turn in (ANSWER, {"role": "system", "content": "s"}):
+        problem = prompt_problem({"prompt": [USER, turn]}, "x")
+        assert problem is not None
+        assert (
+            problem.what == f"prompt ends with a turn of {turn['role']}, which asks for no answer"
+        )
 
 
 def test_expected_answers() -> None:

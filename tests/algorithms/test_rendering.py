@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from algorithms.data.dataset import Dataset
+from algorithms.data.pairs import render_pairs
 from algorithms.data.rendering import (
     Rendering,
     Supervise,
@@ -18,6 +19,9 @@ from algorithms.data.rendering import (
     stop_tokens,
     to_datum,
 )
+from algorithms.rollouts.chat import Voice
+from algorithms.rollouts.environment import EnvironmentConfig
+from algorithms.rollouts.single_turn import SingleTurn
 from backends.errors import UserError
 from backends.mock import MockTokenizer
 from tests.algorithms.samples import (
@@ -140,11 +144,36 @@ def test_a_turn_without_an_end_token_is_supervised_to_its_end() -> None:
     assert stop_tokens(tokenizer) == [tokenizer.eos_token_id]
 
 
+async def never(answer: str) -> float:
+    """The score of an answer that nobody gives."""
+    raise AssertionError(answer)
+
+
 def test_tools_reach_the_template() -> None:
     tokenizer = byte_tokenizer("{% if tools %}[{{ tools[0].name }}]{% endif %}" + CHATML)
-    rows = [chat("q", "a"), {**chat("q", "a"), "tools": [{"name": "add"}]}, chat("q", "a")]
+    tools = [None, [{"name": "add"}], '[{"name": "add"}]', []]
+    rows = [{**chat("q", "a"), "tools": one} for one in tools]
     texts = [tokenizer.decode(row.tokens) for row in render(tokenizer, *rows).rows]
-    assert [text.startswith("[add]") for text in texts] == [False, True, False]
+    assert [text.startswith("[add]") for text in texts] == [False, True, True, False]
+    asked = [SingleTurn(EnvironmentConfig(), row, 0, never).tools for row in rows]
+    assert asked == [None, [{"name": "add"}], [{"name": "add"}], None]
+
+
+def test_template_kwargs_reach_the_template() -> None:
+    tokenizer = byte_tokenizer("{% if mood is defined %}[{{ mood }}]{% endif %}" + CHATML)
+    sad = {"chat_template_kwargs": {"mood": "sad"}}
+    rows = [chat("q", "a"), {**chat("q", "a"), **sad}, chat("q", "a")]
+    texts = [tokenizer.decode(row.tokens) for row in render(tokenizer, *rows).rows]
+    assert [text.startswith("[sad]") for text in texts] == [False, True, False]
+    turns = chat("q", "a")["messages"]
+    pair = {"prompt": turns[:1], "chosen": turns[1:], "rejected": turns[1:] * 2, **sad}
+    (both,) = render_pairs(dataset(pair), tokenizer, None).pairs
+    assert all(
+        tokenizer.decode(one.tokens).startswith("[sad]") for one in (both.chosen, both.rejected)
+    )
+    voice = Voice(tokenizer, [], 1, 1.0, None)
+    for row, begins in zip(rows, ("<|im", "[sad]", "<|im"), strict=True):
+        assert voice.of(row).opening(turns[:1], None, "x").prompt.text.startswith(begins)
 
 
 # --- against transformers' own mask -------------------------------------------------------------
@@ -223,11 +252,20 @@ def test_chat_rows_need_a_template() -> None:
 
 def test_bad_rows_are_all_named() -> None:
     with pytest.raises(UserError) as caught:
-        render(byte_tokenizer(), chat("q"), chat("q", "a"), {"text": "x"})
+        render(byte_tokenizer(), chat("q"), chat("q", "a"), {"txt": "x"})
     assert [problem.where for problem in caught.value.problems] == ["rows.jsonl:1", "rows.jsonl:3"]
 
 
 # --- plain text ---------------------------------------------------------------------------------
+
+
+def test_text_is_learned_whole() -> None:
+    row = {"text": "1+1=2", "weight": 0.5}
+    tokenizer = byte_tokenizer(None, eos="<eos>", specials=())
+    (rendered,) = render(tokenizer, row).rows
+    assert tokenizer.decode(rendered.tokens) == "1+1=2<eos>"
+    assert rendered.weights.tolist() == [0.5] * 6
+    assert spans(tokenizer, {"text": "2<eos>"}) == [("2<eos>", True)]
 
 
 def test_plain_pairs_need_no_template() -> None:

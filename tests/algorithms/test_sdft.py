@@ -78,7 +78,11 @@ async def test_a_context_that_no_demonstration_fits_is_refused_and_long_rows_are
         await set_up(spec, await open_backend(spec))
     spec = sdft([*ROWS, chat("say it", "x" * 400)], max_context_length=300)
     algorithm = await set_up(spec, await open_backend(spec))
-    assert algorithm.setup_metrics() == {"data/rows": 4.0, "data/rows_dropped": 1.0}
+    assert algorithm.setup_metrics() == {
+        "data/rows": 4.0,
+        "data/rows_dropped": 1.0,
+        "data/rows_skipped": 0.0,
+    }
 
 
 def test_braces_in_prompt_and_answer_stay() -> None:
