@@ -22,6 +22,8 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, core_schema
 
+from algorithms.imports import raised
+from backends.errors import FlowtuneError, Problem, UserError
 from backends.registry import Registry, Row
 
 _built: list[Any] = []
@@ -51,7 +53,8 @@ class OneOf:
         choices = {kind: handler.generate_schema(m) for kind, m in self.members().items()}
         if not choices:
             return handler.generate_schema(_none_installed(self.registry.what))
-        return core_schema.tagged_union_schema(dict(choices), discriminator="kind")
+        named = {"pydantic_js_updates": {"title": self.registry.what.capitalize()}}
+        return core_schema.tagged_union_schema(dict(choices), discriminator="kind", metadata=named)
 
 
 def with_params(
@@ -83,6 +86,21 @@ def with_params(
 
     _built.append(build)
     return build
+
+
+def built(registry: Registry[Any], kind: str, params: BaseModel, where: str) -> Any:
+    """One of a registry's kinds, made with its parameters; `where` is the section that names it.
+
+    Raises UserError if it cannot be made; errors of ours pass as they are.
+    """
+    item = registry[kind]
+    try:
+        return item(params)
+    except FlowtuneError:
+        raise
+    except (Exception, SystemExit) as error:
+        what = f"the __init__ of {kind!r} raised {raised(error, item)}"
+        raise UserError(Problem(f"{where}.kind", what, "mend what it says")) from error
 
 
 def forget_sections() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
@@ -21,6 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from algorithms.callbacks import Callback, RunPlan
+from algorithms.rewards.metrics import scores
 
 if TYPE_CHECKING:
     from algorithms.base import RunResult, Transcript
@@ -195,16 +195,6 @@ def print_result(console: Console, result: Mapping[str, Any], lines: Mapping[str
 def _change(before: float | None, after: float) -> Text:
     end = Text(f"{after:.3f}", style="bold green")
     return end if before is None else Text(f"{before:.3f} → ") + end
-
-
-def scores(metrics: Mapping[str, float]) -> dict[str, tuple[float | None, float]]:
-    """Each evaluation's score before and after, from a result's metrics."""
-    found = {}
-    for name, value in metrics.items():
-        scored = re.fullmatch(r"val/([^/]+)/(reward/mean|nll)", name)
-        if scored and value is not None:
-            found[scored[1]] = (metrics.get(f"{name}/first"), value)
-    return found
 
 
 def print_problems(console: Console, problems: Sequence[Problem], nothing_done: bool) -> None:

@@ -14,6 +14,7 @@ from prefect.utilities.urls import url_for
 
 from algorithms.base import RunResult
 from algorithms.opening import check_continues
+from algorithms.rewards.metrics import scores
 from algorithms.stages import StagedExperiment
 from backends.storage.run_store import RunStore
 from tasks.policies import policy
@@ -107,11 +108,8 @@ def render(experiment: StagedExperiment, run_id: str, results: Sequence[dict[str
 
 def _scores(metrics: dict[str, float]) -> str:
     """Held-out scores before and after."""
-    shown = []
-    for name, first in metrics.items():
-        if name.startswith("val/") and name.endswith(("/reward/mean/first", "/nll/first")):
-            last = metrics[name.removesuffix("/first")]
-            label = name.removeprefix("val/").removesuffix("/first")
-            label = label.removesuffix("/reward/mean")
-            shown.append(f"{label} {first:.3f} → {last:.3f}")
+    shown = [
+        f"{name} {after:.3f}" if before is None else f"{name} {before:.3f} → {after:.3f}"
+        for name, (before, after) in scores(metrics).items()
+    ]
     return ", ".join(shown)

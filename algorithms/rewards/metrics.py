@@ -6,6 +6,7 @@ Notation: P prompts, N answers to each.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -22,6 +23,10 @@ DIRECTIONS: Mapping[str, Direction] = {
     "loss": "min",
 }
 """Whether more or less of a metric is better, for those that say."""
+
+
+SCORES: Mapping[str, str] = {"benchmark": "reward/mean", "nll": "nll", "preference": "accuracy"}
+"""Which of its metrics is the score of each kind of evaluation."""
 
 
 def direction_of(
@@ -46,6 +51,16 @@ def direction_of(
             f"{names or 'none'}); for a column of metrics.jsonl set {where}.mode to max or min"
         )
     return direction
+
+
+def scores(metrics: Mapping[str, float]) -> dict[str, tuple[float | None, float]]:
+    """Each evaluation's score before and after, from a run's final metrics."""
+    found = {}
+    for name, value in metrics.items():
+        scored = re.fullmatch(rf"val/([^/]+)/({'|'.join(SCORES.values())})", name)
+        if scored and value is not None:
+            found[scored[1]] = (metrics.get(f"{name}/first"), value)
+    return found
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
