@@ -97,8 +97,10 @@ def collect(
         spec["name"] for spec in experiment.get("evaluations", []) if spec.get("length_normalized")
     }
     versions = ", ".join(f"{name} {version}" for name, version in info.packages.items())
+    model = experiment.get("model", {})
+    start = model.get("init_from")
     facts = {
-        "model": f"`{experiment.get('model', {}).get('name', '')}`",
+        "model": f"`{model.get('name', '')}`" + (f", from `{start}`" if start else ""),
         "begun": f"{began:%Y-%m-%d %H:%M}, reported {_duration(seconds)} later",
         "code": f"flowtune {info.flowtune}, commit {(info.git_commit or 'unknown')[:12]}",
         "with": f"Python {info.python}, {versions}",

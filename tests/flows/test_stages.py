@@ -70,6 +70,9 @@ async def test_each_stage_starts_from_the_weights_of_the_one_before(
     assert result["artifacts"]["adapter"].endswith("a-2-second/checkpoints/step-000003")
     page = (tmp_path / "a/report.md").read_text()
     assert "[second](../a-2-second/report.md)" in page
+    assert f"nll {first[1]:.3f} → {second[1]:.3f}" in page
+    of_second = (tmp_path / "a-2-second/report.md").read_text()
+    assert f", from `{tmp_path}/a-1-first/checkpoints/step-000003`" in of_second
     assert await run(spec, "a") == result
     other = document(tmp_path, stage("first"), stage("second", learning_rate=2e-3))
     with pytest.raises(UserError, match=r"stages"):
