@@ -290,6 +290,10 @@ class StepLoop(Protocol):
     first_step: int
     total_steps: int
 
+    def begins(self) -> None:
+        """The first step is about to be taken: its time counts from now, without what led to it."""
+        ...
+
     def step_done(self, row: Mapping[str, float], transcripts: Sequence[Transcript] = ()) -> bool:
         """Record the next step, evaluate and save where that is due; False if it was the last.
 

@@ -151,7 +151,7 @@ def explain(error: ValidationError, root: type[BaseModel]) -> list[Problem]:
 
 
 def _explain(detail: ErrorDetails, root: type[BaseModel]) -> Problem:
-    where, holder, here = _locate(root, detail["loc"])
+    where, holder, here, union = _locate(root, detail["loc"])
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     name = str(detail["loc"][-1]) if detail["loc"] else ""
     if kind == "missing":
@@ -159,7 +159,10 @@ def _explain(detail: ErrorDetails, root: type[BaseModel]) -> Problem:
         return Problem(where, "is missing", f"add it: {_describe(field)}")
     if kind == "extra_forbidden":
         fields = list(holder.model_fields) if holder else []
-        return Problem(where, "unknown field", _suggest(name, fields, "the fields here are"))
+        remedy = _suggest(name, fields, "the fields here are")
+        if kinds := _kinds_with(name, holder, union):
+            remedy = f"leave it out: it is a field of {', '.join(kinds)} only"
+        return Problem(where, "unknown field", remedy)
     if kind in ("union_tag_invalid", "union_tag_not_found") and isinstance(here, OneOf):
         return _unknown_kind(where, kind, context, here.registry)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
@@ -199,15 +202,30 @@ def _unknown_kind(
     )
 
 
-def _locate(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, Any, Any]:
+def _kinds_with(name: str, holder: type[BaseModel] | None, union: OneOf | None) -> list[str]:
+    """The other kinds of a union whose `params` have such a field, where `holder` is of one's."""
+    members = union.members() if union else {}
+    params = {
+        kind: _expected(section.model_fields["params"].annotation)
+        for kind, section in members.items()
+        if "params" in section.model_fields
+    }
+    if holder not in params.values():
+        return []
+    return sorted(kind for kind, fields in params.items() if name in fields.model_fields)
+
+
+def _locate(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, Any, Any, OneOf | None]:
     """The path as in the YAML, the model that holds its last field, and what is expected there.
 
-    Union tags in pydantic's location, which no YAML holds, are left out.
+    The last is the union that the path went through last, if any. Union tags in pydantic's
+    location, which no YAML holds, are left out.
     """
-    path, holder = "", None
+    path, holder, union = "", None, None
     here: Any = root
     for part in loc:
         if isinstance(here, OneOf):
+            union = here
             here = here.members().get(str(part))
         elif isinstance(part, int):
             path += f"[{part}]"
@@ -219,7 +237,7 @@ def _locate(root: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, Any, 
         elif get_origin(here) is dict:
             path += f".{part}"
             here = _expected(get_args(here)[1])
-    return path.lstrip("."), holder, here
+    return path.lstrip("."), holder, here, union
 
 
 def _expected(annotation: Any, metadata: Sequence[Any] = ()) -> Any:

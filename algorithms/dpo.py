@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 from pydantic_core.core_schema import ValidationInfo
 
 from algorithms.base import BaseAlgorithm, BaseAlgorithmConfig, RunContext, TrainingBatch
 from algorithms.data.order import batch_rows, steps_per_epoch
-from algorithms.data.pairs import Pair, render_pairs
+from algorithms.data.pairs import Pair, pair_problem, render_pairs
 from algorithms.data.rendering import Rendered, longest_scored, to_datum
-from algorithms.data.shapes import Row, preference_problem
+from algorithms.data.shapes import Row
 from algorithms.rollouts.likelihood import token_logprobs
 from algorithms.teachers import open_start
 from backends.base import Backend, ModelOutput
@@ -42,8 +42,8 @@ REFERENCE = "reference_logprobs"
 LossType = Literal["sigmoid", "sigmoid_norm", "ipo", "robust"]
 
 
-class DPOConfig(BaseAlgorithmConfig):
-    """What direct preference optimisation can be told."""
+class PreferenceFields(BaseModel):
+    """What direct preference optimisation can be told, whoever trains."""
 
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of AdamW.")
     batch_size: int = Field(32, ge=1, description="Pairs in each optimizer step.")
@@ -62,6 +62,10 @@ class DPOConfig(BaseAlgorithmConfig):
         description="A prompt with its answer is cut at this many tokens; empty: at the model's "
         "limit.",
     )
+
+
+class DPOConfig(PreferenceFields, BaseAlgorithmConfig):
+    """What direct preference optimisation can be told."""
 
     @field_validator("label_smoothing")
     @classmethod
@@ -85,7 +89,7 @@ class DPO(BaseAlgorithm):
     @classmethod
     def check_row(cls, row: Row, place: str) -> Problem | None:
         """A row needs a prompt, a chosen and a rejected answer."""
-        return preference_problem(row, place)
+        return pair_problem(row, place)
 
     async def setup(self, ctx: RunContext, backend: Backend) -> None:
         """Render both answers of every row, and open the reference."""
@@ -153,14 +157,7 @@ class DPO(BaseAlgorithm):
 
     def setup_metrics(self) -> dict[str, float]:
         """Pairs and tokens of an epoch, and what became of the other rows."""
-        done = self._rendering
-        return {
-            "data/rows": float(len(done.pairs)),
-            "data/rows_cut": float(done.cut),
-            "data/rows_dropped": float(done.dropped),
-            "data/rows_skipped": float(done.skipped),
-            "data/tokens": float(done.tokens_total),
-        }
+        return self._rendering.metrics()
 
 
 def _answers(pair: Pair) -> tuple[Rendered, Rendered]:

@@ -32,6 +32,9 @@ TURN_TOKENS = 5
 """What a chat template puts around each turn, about."""
 TEXTS = ("prompt", "messages", "completion", "chosen", "rejected")
 
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+HIDDEN = ("hidden_size", "n_embd", "d_model")
+"""What architectures call a model's depth and width in their configs."""
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 MLP = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
 ADAPTER_BYTES = 16
@@ -229,7 +232,7 @@ def _turns(row: Row) -> int:
 
 
 def _memory(spec: ModelSpec, plan: _Plan, tokens: int | None, logit_copies: int) -> Memory | None:
-    """Where so many tokens are in the model at a time; None without the model's files."""
+    """Where so many tokens are in the model at a time; None if the model's files do not say it."""
     shapes = weight_shapes(spec.name)
     if tokens is None or shapes is None or file_of(spec.name, "config.json") is None:
         return None
@@ -237,11 +240,14 @@ def _memory(spec: ModelSpec, plan: _Plan, tokens: int | None, logit_copies: int)
     device, dtype = plan.backend["device"], plan.backend["dtype"]
     narrow = dtype == "bfloat16" or (device == "cuda" and dtype == "auto")
     number_bytes = 2 if narrow else 4
-    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    layers, hidden = _first(config, LAYERS), _first(config, HIDDEN)
+    vocabulary = _first(config, ("vocab_size",))
+    if layers is None or hidden is None or vocabulary is None:
+        return None
     kept = layers * LAYER_BYTES * number_bytes // 2
     if plan.params.get("trainer", {}).get("gradient_checkpointing"):
         kept = layers * number_bytes + LAYER_BYTES * number_bytes // 2
-    logits = tokens * config["vocab_size"] * 4 * logit_copies
+    logits = tokens * vocabulary * 4 * logit_copies
     return Memory(
         base=number_bytes * sum(_size(shape) for shape in shapes.values()),
         adapter=ADAPTER_BYTES * adapter_weights(shapes, spec),
@@ -251,18 +257,28 @@ def _memory(spec: ModelSpec, plan: _Plan, tokens: int | None, logit_copies: int)
 
 
 def adapter_weights(shapes: Shapes, spec: ModelSpec) -> int:
-    """How many weights a LoRA adapter of the spec has: rank * (in + out) for each linear layer."""
+    """How many weights a LoRA adapter of the spec has: rank * (in + out) for each linear layer.
+
+    With attention and MLP on these are the matrices of the numbered layers, whatever their names.
+    """
     names = (ATTENTION if spec.train_attn else ()) + (MLP if spec.train_mlp else ())
-    chosen: list[tuple[int, ...]] = [
-        shape
-        for name, shape in shapes.items()
-        if name.endswith(".weight") and len(shape) == 2 and name.split(".")[-2] in names
-    ]
+    both = spec.train_attn and spec.train_mlp
+    chosen: list[tuple[int, ...]] = []
+    for name, shape in shapes.items():
+        *holders, leaf = name.removesuffix(".weight").split(".")
+        in_layer = any(part.isdecimal() for part in holders) and "experts" not in holders
+        if name.endswith(".weight") and len(shape) == 2 and in_layer and (both or leaf in names):
+            chosen.append(shape)
     if spec.train_unembed:
         heads = [name for name in shapes if name.endswith("lm_head.weight")]
         tied = [name for name in shapes if name.endswith("embed_tokens.weight")]
         chosen += [shapes[name] for name in (heads or tied)[:1]]
     return spec.lora_rank * sum(map(sum, chosen))
+
+
+def _first(config: Mapping[str, Any], names: Sequence[str]) -> int | None:
+    """The number under the first of these names; None if there is none of them."""
+    return next((int(config[name]) for name in names if config.get(name) is not None), None)
 
 
 def _size(shape: tuple[int, ...]) -> int:

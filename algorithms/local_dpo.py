@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import ValidationInfo, field_validator
 
 from algorithms.base import BaseAlgorithmConfig, RunContext
-from algorithms.data.pairs import render_pairs
-from algorithms.data.shapes import Row, preference_problem
+from algorithms.data.pairs import pair_problem, render_pairs
+from algorithms.data.shapes import Row
+from algorithms.dpo import PreferenceFields
 from algorithms.local.algorithm import LocalAlgorithm
 from algorithms.local.options import LocalConfig, Refusals
 from backends.errors import Problem
 
 if TYPE_CHECKING:
     from algorithms.data.pairs import Pair
-    from algorithms.data.rendering import Rendered
     from algorithms.local.trainer import RunsTrainer
 
 
-class LocalDPOConfig(LocalConfig):
+class LocalDPOConfig(PreferenceFields, LocalConfig):
     """What direct preference optimisation with TRL can be told."""
 
     REFUSED_TOO: ClassVar[Refusals] = {
@@ -33,24 +34,6 @@ class LocalDPOConfig(LocalConfig):
             "precompute_ref_batch_size",
         ),
     }
-
-    learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of AdamW.")
-    batch_size: int = Field(32, ge=1, description="Pairs in each optimizer step.")
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "robust"] = Field(
-        "sigmoid",
-        description="As TRL names them: sigmoid is DPO, sigmoid_norm the same with scores per "
-        "token, ipo takes the margin per token to 1 / (2 beta), robust allows for wrong labels.",
-    )
-    beta: float = Field(0.1, gt=0, description="How much a margin counts; the tau of ipo.")
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="The share of pairs whose answers may stand the wrong way."
-    )
-    max_seq_len: int | None = Field(
-        None,
-        ge=2,
-        description="A prompt with its answer is cut at this many tokens; empty: at the model's "
-        "limit.",
-    )
 
     @field_validator("label_smoothing")
     @classmethod
@@ -74,7 +57,7 @@ class LocalDPO(LocalAlgorithm):
     @classmethod
     def check_row(cls, row: Row, place: str) -> Problem | None:
         """A row needs a prompt, a chosen and a rejected answer."""
-        return preference_problem(row, place)
+        return pair_problem(row, place)
 
     @classmethod
     def options_class(cls) -> type:
@@ -86,7 +69,9 @@ class LocalDPO(LocalAlgorithm):
 
     def prepare(self, ctx: RunContext) -> int:
         """Render both answers of every row, as dpo does."""
-        self._rendering = render_pairs(ctx.dataset, ctx.tokenizer, self.cfg.max_seq_len)
+        self._rendering = render_pairs(
+            ctx.dataset, ctx.tokenizer, self.longest_row(self.cfg.max_seq_len)
+        )
         return len(self._rendering.pairs)
 
     def trainer(self, arguments: dict[str, Any]) -> RunsTrainer:
@@ -110,6 +95,7 @@ class LocalDPO(LocalAlgorithm):
             train_dataset=Dataset.from_list(rows),
             processing_class=self.context.tokenizer,
         )
+        trainer.data_collator = _Masking(trainer.data_collator)
         return trainer
 
     def metrics(self, step_idx: int, logs: Mapping[str, float]) -> dict[str, float]:
@@ -128,28 +114,33 @@ class LocalDPO(LocalAlgorithm):
 
     def setup_metrics(self) -> dict[str, float]:
         """Pairs and tokens of an epoch, and how many were cut, dropped, or skipped as bad."""
-        done = self._rendering
-        return {
-            "data/rows": float(len(done.pairs)),
-            "data/rows_cut": float(done.cut),
-            "data/rows_dropped": float(done.dropped),
-            "data/rows_skipped": float(done.skipped),
-            "data/tokens": float(done.tokens_total),
-        }
+        return self._rendering.metrics()
 
 
-def _row(pair: Pair) -> dict[str, list[int]]:
-    """The prompt's tokens and those of both answers, as TRL's collator takes them."""
-    prompt, chosen = _split(pair.chosen)
-    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": _split(pair.rejected)[1]}
+def _row(pair: Pair) -> dict[str, list[Any]]:
+    """Both answers as TRL's collator takes them, each with its prompt, and which tokens count."""
+    row: dict[str, list[Any]] = {"prompt_ids": []}
+    for name, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+        row |= {f"{name}_ids": answer.tokens.tolist(), f"{name}_mask": answer.mask.tolist()}
+    return row
 
 
-def _split(answer: Rendered) -> tuple[list[int], list[int]]:
-    """What comes before the supervised tokens, and from the first to the last of these."""
-    places = answer.mask.nonzero()[0]
-    first, last = int(places[0]), int(places[-1])
-    tokens: list[int] = answer.tokens.tolist()
-    return tokens[:first], tokens[first : last + 1]
+@dataclass(frozen=True)
+class _Masking:
+    """TRL's collator, with the masks of the rows: an answer may hold turns that do not count."""
+
+    collate: Any
+
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        """A batch, chosen answers first: token ids and masks [2 B, N]."""
+        import torch
+
+        batch: dict[str, Any] = self.collate(rows)
+        masks = [row[f"{name}_mask"] for name in ("chosen", "rejected") for row in rows]
+        batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
+        for line, mask in zip(batch["completion_mask"], masks, strict=True):
+            line[: len(mask)] = torch.tensor(mask)
+        return batch
 
 
 def _taking_tokens(trainer: type) -> type:

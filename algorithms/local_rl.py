@@ -6,20 +6,32 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import Field
+from pydantic import Field, JsonValue, field_validator
 
 from algorithms.base import BaseAlgorithmConfig, RunContext, Transcript
-from algorithms.data.rendering import stop_tokens
+from algorithms.data.rendering import chat_prompt, plain_prompt, stop_tokens
 from algorithms.data.shapes import Row, prompt_problem, read_prompt
 from algorithms.local.algorithm import LocalAlgorithm
 from algorithms.local.options import LocalConfig, Refusals
 from algorithms.rewards.scoring import bind, check_row, code_behind, score
 from algorithms.rewards.section import VerifierField
 from backends.base import Backend
-from backends.errors import Problem
+from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:
     from algorithms.local.trainer import RunsTrainer
+
+
+OF_SAMPLING: Mapping[str, str] = {
+    "max_new_tokens": "use max_tokens",
+    "max_length": "use max_tokens",
+    "max_time": "a run that goes on could not repeat it",
+    "temperature": "use temperature",
+    "num_return_sequences": "use num_samples",
+    "do_sample": "a group is of samples",
+    "eos_token_id": "an answer ends where the chat template ends a turn, as in rl",
+}
+"""What `generation_kwargs` may not say, and why."""
 
 
 class LocalRLConfig(LocalConfig):
@@ -43,6 +55,39 @@ class LocalRLConfig(LocalConfig):
             "use_transformers_paged",
         ),
         "its state is in no checkpoint": ("use_adaptive_entropy", "sync_ref_model"),
+        "it is of no effect here": (
+            "ref_model_mixup_alpha",
+            "ref_model_sync_steps",
+            "entropy_coef_min",
+            "entropy_coef_max",
+            "entropy_coef_delta",
+            "entropy_target",
+            "max_tool_calling_iterations",
+            "num_generations_eval",
+            "num_completions_to_print",
+            "log_unique_prompts",
+            "log_multimodal",
+            "log_completions_hub_repo",
+            "ds3_gather_for_generation",
+            "transformers_continuous_batching_config",
+            "vllm_mode",
+            "vllm_model_impl",
+            "vllm_enable_sleep_mode",
+            "vllm_structured_outputs_regex",
+            "vllm_server_base_url",
+            "vllm_server_host",
+            "vllm_server_port",
+            "vllm_server_timeout",
+            "vllm_group_port",
+            "vllm_gpu_memory_utilization",
+            "vllm_max_model_length",
+            "vllm_tensor_parallel_size",
+            "vllm_importance_sampling_correction",
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_max",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_cap",
+        ),
     }
 
     learning_rate: float = Field(1e-5, gt=0, description="Peak learning rate of AdamW.")
@@ -59,6 +104,20 @@ class LocalRLConfig(LocalConfig):
         0.0, ge=0, description="Holds the policy to the weights it starts from; 0 does not."
     )
     log_rollouts: int = Field(16, ge=0, description="Transcripts that are kept of each step.")
+
+    @field_validator("trainer")
+    @classmethod
+    def _sampling_is_the_runs(cls, trainer: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        given = trainer.get("generation_kwargs") or {}
+        if not isinstance(given, dict):
+            raise ValueError("generation_kwargs is no mapping: write its fields below it")
+        for name in given:
+            if why := OF_SAMPLING.get(name):
+                raise ValueError(f"generation_kwargs.{name} cannot be set: {why}")
+        template = trainer.get("chat_template_kwargs") or {}
+        if not isinstance(template, dict):
+            raise ValueError("chat_template_kwargs is no mapping: write its fields below it")
+        return trainer
 
 
 class LocalRL(LocalAlgorithm):
@@ -99,10 +158,30 @@ class LocalRL(LocalAlgorithm):
         await bind(self._verifier, backend, ctx.tokenizer)
 
     def prepare(self, ctx: RunContext) -> int:
-        """Leave out the bad rows that may be."""
-        self._dataset = ctx.dataset.without_bad(self.row_problem)
+        """Leave out the bad rows that may be, also those whose prompt cannot be answered."""
+        self._dataset = ctx.dataset.without_bad(
+            lambda row, place: self.row_problem(row, place) or self._prompt_problem(row, place)
+        )
         self._stop = set(stop_tokens(ctx.tokenizer))
         return len(self._dataset)
+
+    def _prompt_problem(self, row: Row, place: str) -> Problem | None:
+        """What the chat template has against a row, and whether the model can read so much."""
+        prompt, tokenizer = read_prompt(row), self.context.tokenizer
+        kwargs = self.cfg.trainer.get("chat_template_kwargs") or {}
+        try:
+            tokens = (
+                plain_prompt(prompt, tokenizer)
+                if isinstance(prompt, str)
+                else chat_prompt(prompt, tokenizer, None, place, kwargs)
+            )
+        except UserError as error:
+            return error.problems[0]
+        most, longest = self.cfg.max_tokens, self.backend.longest
+        if len(tokens) + most <= longest:
+            return None
+        what = f"has a prompt of {len(tokens)} tokens, and the model reads {longest}"
+        return Problem(place, what, f"shorten it, or lower max_tokens, which is {most}")
 
     def micro_batches(self, step_idx: int) -> list[list[int]]:
         """TRL samples a whole step's groups at its first part, and is shown them at each."""
@@ -130,6 +209,8 @@ class LocalRL(LocalAlgorithm):
             {"prompt": read_prompt(row), "row": number}
             for number, row in enumerate(self._dataset.rows)
         ]
+        # TRL's rollouts end at these and at the tokenizer's eos, which is one of ours.
+        self.backend.model.generation_config.eos_token_id = sorted(self._stop)
         trainer: RunsTrainer = owned(GRPOTrainer, "LocalRL")(
             model=self.backend.model,
             reward_funcs=self.reward,

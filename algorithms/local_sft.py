@@ -62,7 +62,9 @@ class LocalSFT(LocalAlgorithm):
     def prepare(self, ctx: RunContext) -> int:
         """Render every row to tokens and loss mask, as sft does."""
         cfg: LocalSFTConfig = self.cfg
-        self._rendering = render_rows(ctx.dataset, ctx.tokenizer, cfg.supervise, cfg.max_seq_len)
+        self._rendering = render_rows(
+            ctx.dataset, ctx.tokenizer, cfg.supervise, self.longest_row(cfg.max_seq_len)
+        )
         for row in self._rendering.rows:
             if set(row.weights.tolist()) - {0.0, 1.0}:
                 what = "has a weight other than 0 and 1, and TRL counts every token once"
@@ -77,21 +79,27 @@ class LocalSFT(LocalAlgorithm):
 
         base = _summing(SFTTrainer) if self.cfg.reduction == "sum" else SFTTrainer
         extra = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
+        options = self.options(arguments | extra)
+        self._is_nll = options.loss_type == "nll"
         trainer: RunsTrainer = owned(base, "LocalSFT")(
             model=self.backend.model,
-            args=self.options(arguments | extra),
+            args=options,
             train_dataset=_dataset(self._rendering),
             processing_class=self.context.tokenizer,
         )
         return trainer
 
     def metrics(self, step_idx: int, logs: Mapping[str, float]) -> dict[str, float]:
-        """`train_mean_nll` as sft has it: nats per supervised token, before the step."""
+        """`train_mean_nll` as sft has it: nats per supervised token, before the step.
+
+        Under another loss of TRL's, `loss` is what that says of a token.
+        """
         rows = [self._rendering.rows[index] for index in self.step_rows(step_idx)]
         supervised = float(sum(int(row.mask[1:].sum()) for row in rows))
         loss = logs["loss"] / supervised if self.cfg.reduction == "sum" else logs["loss"]
+        name = "train_mean_nll" if self._is_nll else "loss"
         return {
-            "train_mean_nll": loss,
+            name: loss,
             "tokens/supervised": supervised,
             "tokens/total": float(sum(len(row.tokens) - 1 for row in rows)),
         }

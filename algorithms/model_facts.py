@@ -9,7 +9,6 @@ from __future__ import annotations
 import difflib
 import json
 import re
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,7 +86,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def weight_shapes(model: str) -> Shapes | None:
     """The shape of each weight, from the heads of the safetensors files; None if they are not here.
 
-    https://huggingface.co/docs/safetensors: 8 bytes with the size of a JSON header, then that.
+    Raises UserError for a file that is not whole.
     """
     names = ["model.safetensors"]
     if (index := file_of(model, INDEX)) is not None:
@@ -98,13 +97,29 @@ def weight_shapes(model: str) -> Shapes | None:
         path = file_of(model, name)
         if path is None:
             return None
-        with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(size))
-        shapes |= {
-            key: tuple(entry["shape"]) for key, entry in header.items() if key != "__metadata__"
-        }
+        shapes |= {key: tuple(entry["shape"]) for key, entry in _header(path).items()}
     return shapes
+
+
+def _header(path: Path) -> dict[str, Any]:
+    """What a safetensors file says of each of its tensors. Raises UserError if it is not whole.
+
+    https://huggingface.co/docs/safetensors: 8 bytes with the size of a JSON header, then that, then
+    the tensors.
+    """
+    whole = path.stat().st_size
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        try:
+            header: dict[str, Any] = json.loads(file.read(min(size, whole)))
+        except ValueError:
+            header = {}
+    header.pop("__metadata__", None)
+    ends = [entry["data_offsets"][1] for entry in header.values()]
+    if not ends or 8 + size + max(ends) > whole:
+        what, remedy = f"{path} is no whole safetensors file", "download or copy it anew"
+        raise UserError(Problem("model.name", what, remedy))
+    return header
 
 
 def read_tokenizer(model: str) -> Tokenizer | None:

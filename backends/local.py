@@ -8,10 +8,12 @@ same first weights from the same seed, so that a checkpoint of the one starts a 
 from __future__ import annotations
 
 import asyncio
+import copy
 import importlib.util
 import os
+import re
+import sys
 import tempfile
-import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
@@ -20,6 +22,7 @@ from pydantic import Field
 
 from backends.base import BackendParams, ModelSpec, SamplingClient, SavedState, Tokenizer
 from backends.errors import Problem, UserError
+from backends.local_layers import ADAPTER, adapted_layers, add_adapter
 from backends.local_sampling import LiveSamplingClient
 from backends.local_state import read_state, write_state
 
@@ -30,8 +33,8 @@ if TYPE_CHECKING:
 
     from backends.base import Backend, ForwardBackwardResult, LossCallable, OptimStepResult
 
-ADAPTER = "default"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 class LocalParams(BackendParams):
@@ -76,7 +79,8 @@ class LocalBackend:
         """The same of the checkpoint that the run goes on from; None for a fresh start."""
         self._resumed_weights: Mapping[str, torch.Tensor] = {}
         self._scratch = tempfile.TemporaryDirectory(prefix="flowtune-local-")
-        self._longest = int(model.config.get_text_config().max_position_embeddings)
+        self.longest = _context(model.config, tokenizer)
+        """Tokens of a sequence that the model reads, at most."""
 
     # -- weights -------------------------------------------------------------------------------
 
@@ -94,9 +98,7 @@ class LocalBackend:
 
     def load_weights(self, folder: Path) -> None:
         """Take an adapter in PEFT's layout. Raises UserError if it is another one than this."""
-        from safetensors.torch import load_file
-
-        tensors = load_file(folder / ADAPTER_WEIGHTS)
+        tensors = _read_adapter(folder)
         here = {name: tensor.shape for name, tensor in self.weights().items()}
         there = {name: tensor.shape for name, tensor in tensors.items()}
         if here != there:
@@ -136,12 +138,11 @@ class LocalBackend:
         generator = torch.Generator()
         generator.manual_seed(self.spec.seed)
         with torch.no_grad():
-            for module in self.model.modules():
-                if ADAPTER in getattr(module, "lora_A", {}):
-                    a, b = (getattr(module, f"lora_{letter}")[ADAPTER].weight for letter in "AB")
-                    bound = a.shape[1] ** -0.5
-                    a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
-                    b.zero_()
+            for _, module in adapted_layers(self.model):
+                a, b = (getattr(module, f"lora_{letter}")[ADAPTER].weight for letter in "AB")
+                bound = a.shape[1] ** -0.5
+                a.copy_(torch.empty(a.shape).uniform_(-bound, bound, generator=generator))
+                b.zero_()
 
     def weights(self, adapter: str = ADAPTER) -> dict[str, torch.Tensor]:
         """A copy of an adapter's weights, by their names in PEFT's files."""
@@ -173,7 +174,7 @@ class LocalBackend:
 
     async def _client(self, adapter: bool) -> SamplingClient:
         eos = self.tokenizer.eos_token_id
-        return LiveSamplingClient(self.model, eos, self._longest, adapter)
+        return LiveSamplingClient(self.model, eos, self.longest, adapter)
 
     async def save_full_state(self, name: str) -> str:
         """Write weights and training state into the scratch folder; the run's store takes them."""
@@ -237,7 +238,10 @@ class LocalKind:
 
     @staticmethod
     def check(params: LocalParams, model: ModelSpec) -> list[Problem]:
-        """That TRL is installed, and that no launcher starts the run several times."""
+        """That TRL is installed, the device is here, and no launcher starts the run several times.
+
+        Only a device that is asked for by name imports torch.
+        """
         problems = []
         if importlib.util.find_spec("trl") is None:
             what, remedy = (
@@ -245,6 +249,11 @@ class LocalKind:
                 "pip install 'flowtune[local]'",
             )
             problems.append(Problem("backend.kind", what, remedy))
+        elif params.device in ("cuda", "mps"):
+            try:
+                _device(params, rank=0)
+            except UserError as error:
+                problems.extend(error.problems)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
             problems.append(
                 Problem(
@@ -274,27 +283,14 @@ def open_local(
     if params.num_processes > 1:  # what it would log of unused parameters is meant
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     import torch
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoTokenizer
-
-    from backends.engine.lora import LORA_ALPHA
 
     device = _device(params, rank)
     if (threads := _threads(params, device)) is not None:
         torch.set_num_threads(threads)
     on_cuda = device.startswith("cuda")
     bfloat16 = params.dtype == "bfloat16" or (params.dtype == "auto" and on_cuda)
-    model = _load(spec.name, torch.bfloat16 if bfloat16 else torch.float32).to(device)
-    config = LoraConfig(
-        r=spec.lora_rank,
-        lora_alpha=int(LORA_ALPHA),
-        target_modules=_targets(model, spec),
-        task_type="CAUSAL_LM",
-    )
-    with torch.random.fork_rng(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # PEFT asks by a name that is on its way out
-        adapted = get_peft_model(model, config, adapter_name=ADAPTER)
-    tokenizer = AutoTokenizer.from_pretrained(spec.name)
+    model, tokenizer = _load(spec.name, torch.bfloat16 if bfloat16 else torch.float32)
+    adapted = add_adapter(model.to(device), spec)
     backend = LocalBackend(adapted, tokenizer, spec, rank, params.num_processes)
     backend.fresh_weights()
     backend.take_state(state)
@@ -330,65 +326,79 @@ def _threads(params: LocalParams, device: str) -> int | None:
     return params.threads
 
 
-def _load(name: str, dtype: torch.dtype) -> Any:
-    from transformers import AutoModelForCausalLM
+def _load(name: str, dtype: torch.dtype) -> tuple[Any, Tokenizer]:
+    """The model and its tokenizer. Raises UserError for files that will not do."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    source = str(Path(name).expanduser())
+    if not Path(source).is_dir() and not HUB_NAME.fullmatch(name):
+        raise _unfit(f"there is no folder {name}")
     logging.disable_progress_bar()
+    part = name
     try:
-        return AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-    except (OSError, ValueError) as error:
-        raise UserError(
-            Problem(
-                "model.name",
-                f"{name} cannot be loaded: {str(error).splitlines()[0]}",
-                "name a folder or a hub model that holds a causal language model",
-            )
-        ) from error
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
+        part = f"the tokenizer of {name}"
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError, SafetensorError) as error:
+        words = f"{part} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        raise _unfit(words) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # made without a file, of some kinds
+        raise _unfit(f"{part} has no words")
+    _without_router_loss(model.config.get_text_config())
+    return model, tokenizer
 
 
-def _targets(model: Any, spec: ModelSpec) -> list[str]:
-    """The names of the linear layers that get an adapter: never the head, which TRL cannot train.
+def _unfit(what: str) -> UserError:
+    remedy = "name a folder or a hub model that holds a causal language model and its tokenizer"
+    return UserError(Problem("model.name", what, remedy))
 
-    With both groups on these are all of them, whatever the architecture calls them.
+
+def _without_router_loss(config: Any) -> None:
+    """Of a mixture of experts: the loss is the algorithm's alone, unless TRL is told otherwise.
+
+    TRL would add the load-balancing loss with the coefficient that it finds in the model's config;
+    the routers that it is for get no adapter.
     """
-    from torch import nn
+    if hasattr(config, "router_aux_loss_coef"):
+        config.router_aux_loss_coef = 0.0
+    if hasattr(config, "output_router_logits"):
+        config.output_router_logits = False
 
-    from backends.engine.lora import ATTENTION_LAYERS, MLP_LAYERS
 
-    head = model.get_output_embeddings()
-    names = {
-        path.rpartition(".")[2]
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
-    }
-    if not spec.train_attn:
-        names &= MLP_LAYERS
-    if not spec.train_mlp:
-        names &= ATTENTION_LAYERS
-    if not names:
-        raise UserError(
-            Problem(
-                "algorithm.params",
-                f"{spec.name} has no linear layers of the groups that are to be trained",
-                "set train_attn and train_mlp",
-            )
-        )
-    return sorted(names)
+def _context(config: Any, tokenizer: Any) -> int:
+    """How many tokens the model reads, by its config, else by its tokenizer."""
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):
+        if isinstance(longest := getattr(text, name, None), int):
+            return longest
+    return min(int(tokenizer.model_max_length), sys.maxsize)  # 1e30 stands for no limit
+
+
+def _read_adapter(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter in PEFT's layout. Raises UserError for none that can be read."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = folder / ADAPTER_WEIGHTS
+    try:
+        tensors: dict[str, torch.Tensor] = load_file(file)
+    except FileNotFoundError as error:
+        what = f"there is no {file}"
+        remedy = "give the folder of a checkpoint, as a run's checkpoints/step-… is"
+        raise UserError(Problem("model.init_from", what, remedy)) from error
+    except SafetensorError as error:
+        what = f"{file} cannot be read: {error}"
+        raise UserError(Problem("model.init_from", what, "copy it anew")) from error
+    return tensors
 
 
 def _write_config(config: Any, folder: Path, base_model: str) -> None:
     """The adapter's config, the same file in every process."""
-    from peft import LoraConfig
-
-    kept = LoraConfig(
-        r=config.r,
-        lora_alpha=config.lora_alpha,
-        target_modules=None,
-        task_type="CAUSAL_LM",
-        base_model_name_or_path=base_model,
-        inference_mode=True,
-    )
+    kept = copy.copy(config)
+    kept.base_model_name_or_path = base_model
+    kept.inference_mode = True
     kept.target_modules = sorted(config.target_modules)  # a set has another order in each process
     kept.save_pretrained(str(folder))
 

@@ -155,10 +155,14 @@ class LiveSamplingClient:
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        """The model without dropout and gradients, and then as it was."""
+        """The model without dropout, gradients and routers' logits, and then as it was."""
         import torch
 
         training = self._model.training
+        config = self._model.config.get_text_config()
+        routers = getattr(config, "output_router_logits", False)
+        if routers:  # with them comes a loss of theirs, for which a cache is no batch
+            config.output_router_logits = False
         self._model.eval()
         adapter = nullcontext() if self._adapter else self._model.disable_adapter()
         try:
@@ -166,6 +170,8 @@ class LiveSamplingClient:
                 yield
         finally:
             self._model.train(training)
+            if routers:
+                config.output_router_logits = routers
 
     def _rows(self, request: _Request) -> Iterator[_Row]:
         params = request.params
@@ -207,7 +213,11 @@ class LiveSamplingClient:
                 use_cache=True,
                 logits_to_keep=1,
             )
-            cache = out.past_key_values
+            cache = getattr(out, "past_key_values", None)
+            if cache is None:
+                name = self._model.config.model_type
+                what = f"{name} models keep no keys and values, and local samples with these only"
+                raise UserError(Problem("model.name", what, "leave out what samples from it"))
             logits_R_V = out.logits[:, -1].float()
             logprobs_R_V = logits_R_V.log_softmax(-1)
             picked = _pick(rows, logits_R_V)

@@ -8,7 +8,6 @@ last bit.
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,32 +77,3 @@ def read_state(folder: Path) -> Any:
         return None
     packed = json.loads((folder / TREE).read_text(encoding="utf-8"))
     return unpack(load_file(folder / TENSORS), packed)
-
-
-def random_state() -> dict[str, Any]:
-    """Where every global random generator of this process stands."""
-    import torch
-
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": np.random.get_state(),
-        "torch": torch.get_rng_state(),
-    }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    if torch.backends.mps.is_available():
-        state["mps"] = torch.mps.get_rng_state()
-    return state
-
-
-def set_random_state(state: dict[str, Any]) -> None:
-    """Put the generators where `random_state` found them."""
-    import torch
-
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    if "mps" in state and torch.backends.mps.is_available():
-        torch.mps.set_rng_state(state["mps"])

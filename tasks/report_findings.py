@@ -31,6 +31,9 @@ MOST_BASE_KL = 0.5
 LEAST_ENTROPY_LEFT = 0.1
 """Share of the entropy at first that is left at last."""
 
+LEAST_LOSS = 1e-6
+"""Below this a loss without a gradient is one that is learned."""
+
 MOST_CUT = 0.05
 """Share of answers that end at max_tokens."""
 
@@ -44,6 +47,7 @@ def findings(record: RunRecord) -> list[str]:
         _constant_groups(rows),
         _skipped(rows),
         _gradients(rows),
+        _stuck(rows),
         _reward(rows),
         _cut(rows),
         _entropy(rows),
@@ -121,6 +125,22 @@ def _gradients(rows: Rows) -> str | None:
     return (
         f"**The gradient was not finite at step {broken[0]}** ({len(broken)} steps in all): lower "
         "learning_rate, set grad_clip_norm, and look for extreme advantages."
+    )
+
+
+def _stuck(rows: Rows) -> str | None:
+    """A loss that is not 0 and has no gradient: of weights that were thrown too far."""
+    ends = _ends([row.get("optim/grad_norm", math.nan) for row in rows])
+    if ends is None or any(norm != 0 for norm in ends[1]):
+        return None
+    last = rows[-len(ends[1]) :]
+    losses = [row.get("train_mean_nll") or row.get("loss") or 0.0 for row in last]
+    if max(map(abs, losses)) < LEAST_LOSS:
+        return None
+    return (
+        f"**The gradient is exactly 0 over the last {len(last)} steps**, at a loss of "
+        f"{fmean(losses):.3g}: nothing is learned any more. The weights have left the range in "
+        "which the loss can tell them apart: lower learning_rate by much."
     )
 
 

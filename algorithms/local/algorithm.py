@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import tempfile
 import warnings
 from abc import abstractmethod
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms.base import OwnLoop, RunContext, StepLoop, Transcript
 from algorithms.data.order import batch_rows, steps_per_epoch
-from algorithms.local.options import LocalConfig, check_names, no_full_batch
+from algorithms.data.rendering import model_limit
+from algorithms.local.options import LocalConfig, blamed_on, check_options, no_full_batch
 from algorithms.local.processes import Follower, Leader, announced, led
 from algorithms.schedules import learning_rate_at
 from backends.base import Backend
@@ -22,14 +24,20 @@ from backends.local import LocalBackend
 if TYPE_CHECKING:
     from algorithms.local.trainer import RunsTrainer
 
+MADE_WRONGLY = (AttributeError, ImportError, TypeError, ValueError)
+"""What TRL raises while a trainer is made of options that will not do."""
+
+FIRST_USED = (ImportError, TypeError, ValueError)
+"""What it raises of options that it looks at no sooner than in its first step."""
+
 
 class LocalAlgorithm(OwnLoop):
     """A recipe of TRL's: says which rows, which options and which trainer."""
 
     def __init__(self, cfg: LocalConfig) -> None:
         super().__init__(cfg)
-        if cfg.trainer:
-            check_names(cfg.trainer, self.options_class())
+        if cfg.trainer and importlib.util.find_spec("trl"):  # the backend says what is missing
+            check_options(cfg.trainer, self.options_class())
 
     @classmethod
     @abstractmethod
@@ -95,20 +103,29 @@ class LocalAlgorithm(OwnLoop):
         from algorithms.local.trainer import Plan, quiet
 
         self.loop = loop
+        first = loop.first_step
         quiet()
         with tempfile.TemporaryDirectory(prefix="flowtune-trl-") as folder:
-            with announced(self.backend):
+            options = self.cfg.trainer
+            with announced(self.backend), blamed_on(options, *MADE_WRONGLY):
                 trainer = self.trainer(self._arguments(folder))
             plan = Plan(
                 self.backend,
                 loop,
+                self.context.config.seed,
                 self.micro_batches,
                 self._learning_rate,
                 self.metrics,
                 self.transcripts,
             )
             trainer.follow(plan)
-            trainer.train_from(Path(folder))
+            with blamed_on(options, *FIRST_USED, untried=lambda: trainer.steps_done <= first):
+                trainer.train_from(Path(folder))
+
+    def longest_row(self, max_seq_len: int | None) -> int:
+        """Tokens of a row at most: what was asked for, but no more than the model reads."""
+        asked = max_seq_len or model_limit(self.context.tokenizer)
+        return min(asked or self.backend.longest, self.backend.longest)
 
     @property
     def rows_a_pass(self) -> int:
@@ -153,14 +170,10 @@ class LocalAlgorithm(OwnLoop):
         }
 
     def options(self, arguments: dict[str, Any]) -> Any:
-        """TRL's config. Raises UserError with TRL's words for a value that it refuses."""
-        try:
-            with warnings.catch_warnings():  # some of TRL's own names are on their way out
-                warnings.simplefilter("ignore", FutureWarning)
-                options = self.options_class()(**arguments)
-        except (TypeError, ValueError) as error:
-            what = str(error).splitlines()[0]
-            raise UserError(Problem("algorithm.params.trainer", what, "mend it")) from error
+        """TRL's config."""
+        with warnings.catch_warnings():  # some of TRL's own names are on their way out
+            warnings.simplefilter("ignore", FutureWarning)
+            options = self.options_class()(**arguments)
         _ = options.device  # decides n_gpu, which would spread the model over all that there are
         options._n_gpu = min(options.n_gpu, 1)
         return options

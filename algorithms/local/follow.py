@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from algorithms.base import RunContext
@@ -62,11 +64,17 @@ def _take_steps(
         algorithm.take_steps(loop)
 
 
+def _abandon(folder: Path) -> None:
+    """The leader is gone: clean up for it, and go; a collective operation cannot be told to."""
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Follow; returns the exit code: 0 at the end of the steps, 2 for a user's mistake."""
     folder, rank = Path(arguments[0]), int(arguments[1])
     announce = Announcer(wanted=True)
-    when_parent_ends(lambda: os._exit(1))  # a collective operation cannot be told to stop
+    when_parent_ends(partial(_abandon, folder))
     try:
         asyncio.run(follow(folder, rank, announce))
     except UserError as error:

@@ -6,12 +6,21 @@ run promises: one place for its files, one row a step, exact resume.
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from typing import Any, ClassVar, get_args, get_type_hints
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import (
+    Field,
+    JsonValue,
+    TypeAdapter,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from algorithms.base import BaseAlgorithmConfig
 from backends.errors import Problem, UserError
@@ -75,6 +84,7 @@ REFUSED: Refusals = {
         "log_level",
         "log_completions",
     ),
+    "tokens/total and time/tokens_per_second say it": ("include_num_input_tokens_seen",),
     "use batch_size, micro_batch_size, num_epochs and max_steps": (
         "per_device_train_batch_size",
         "gradient_accumulation_steps",
@@ -141,6 +151,9 @@ REFUSED: Refusals = {
     ),
 }
 """What no TRL trainer may be told here."""
+
+WIDER: Mapping[str, Any] = {"scale_rewards": str | bool}
+"""What TRL takes beyond the types that its config class declares."""
 
 
 class LocalConfig(BaseAlgorithmConfig):
@@ -210,22 +223,60 @@ def refused(groups: Refusals) -> dict[str, str]:
     return {name: why for why, names in groups.items() for name in names}
 
 
-def check_names(trainer: dict[str, Any], config: type) -> None:
-    """Raises UserError for options that TRL's config class does not have."""
-    known = [field.name for field in dataclasses.fields(config)]
+def check_options(trainer: Mapping[str, JsonValue], config: type) -> None:
+    """Raises UserError for options that TRL's config class does not have, or not of this type."""
+    hints = get_type_hints(config)
     problems = []
-    for name in trainer:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            problems.append(
-                Problem(
-                    f"algorithm.params.trainer.{name}",
-                    f"TRL's {config.__name__} has no such option",
-                    f"did you mean {near[0]}?" if near else "see TRL's documentation",
-                )
-            )
+    for name, value in trainer.items():
+        where = f"algorithm.params.trainer.{name}"
+        if name not in hints:
+            what = f"TRL's {config.__name__} has no such option"
+            problems.append(Problem(where, what, _nearest(name, list(hints))))
+        elif problem := _value_problem(value, WIDER.get(name, hints[name]), where):
+            problems.append(problem)
     if problems:
         raise UserError(*problems)
+
+
+def _value_problem(value: JsonValue, hint: Any, where: str) -> Problem | None:
+    """What is wrong with a value by its type: exact, but for a whole number that is a float."""
+    kinds = [kind for kind in get_args(hint) if isinstance(kind, type) and issubclass(kind, Enum)]
+    if kinds:  # an enum or text, of which only what the enum knows will do
+        known = [str(member.value) for member in kinds[0]]
+        if value in known:
+            return None
+        return Problem(where, f"{value!r} is not known", _nearest(str(value), known))
+    try:
+        TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        wanted = {each["msg"].removeprefix("Input ") for each in error.errors()}
+        return Problem(where, f"{value!r} {' or '.join(sorted(wanted))}", "see TRL's documentation")
+    return None
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else "see TRL's documentation"
+
+
+@contextmanager
+def blamed_on(
+    trainer: Mapping[str, JsonValue],
+    *errors: type[Exception],
+    untried: Callable[[], bool] = lambda: True,
+) -> Iterator[None]:
+    """Where TRL meets options for the first time: what it raises is told as their fault.
+
+    Raises UserError with TRL's words instead of `errors`, if there are options, and `untried` ones.
+    """
+    try:
+        yield
+    except errors as error:
+        if not trainer or not untried():
+            raise
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        remedy = f"leave them out one by one: {', '.join(trainer)}"
+        raise UserError(Problem("algorithm.params.trainer", first_line, remedy)) from error
 
 
 def no_full_batch(rows: int, batch_size: int) -> Problem:

@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 from algorithms.base import RunContext, StepLoop, Transcript
+from algorithms.local.randomness import random_state
 from backends.errors import FlowtuneError, Problem, StateLostError, UserError
 from backends.local import LocalBackend
-from backends.local_state import random_state
 
 T = TypeVar("T")
 
@@ -58,6 +58,10 @@ class Leader:
         self.total_steps = loop.total_steps
         self._loop = loop
         self._num_processes = num_processes
+
+    def begins(self) -> None:
+        """See `StepLoop`."""
+        self._loop.begins()
 
     def step_done(self, row: Mapping[str, float], transcripts: Sequence[Transcript] = ()) -> bool:
         """See `StepLoop`."""
@@ -97,6 +101,9 @@ class Follower:
         self.first_step = first_step
         self.total_steps = total_steps
         self._events = events
+
+    def begins(self) -> None:
+        """See `StepLoop`: the leader keeps the time."""
 
     def step_done(self, row: Mapping[str, float], transcripts: Sequence[Transcript] = ()) -> bool:
         """See `StepLoop`."""

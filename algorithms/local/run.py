@@ -44,7 +44,6 @@ class OwnLoopRun(LiveRun):
         """
         assert isinstance(self.algorithm, OwnLoop)
         self._raise_failed_callback()
-        self._step_ended = time.monotonic()
         if start == 0:
             self._start_evaluations(operations, 0)
             await self.settle()
@@ -87,6 +86,10 @@ class OwnLoopRun(LiveRun):
         self._thread = threading.Thread(target=work, name="own-loop", daemon=True)
         self._thread.start()
         await asyncio.wrap_future(over)
+
+    def begins(self) -> None:
+        """Let the clock of the first step start."""
+        self._step_ended = time.monotonic()
 
     async def record(
         self,
@@ -157,6 +160,10 @@ class _Steps:
         self._operations = operations
         self._loop = loop
         self._recording: Future[None] | None = None
+
+    def begins(self) -> None:
+        """See `StepLoop`."""
+        self._run.begins()
 
     def step_done(self, row: Mapping[str, float], transcripts: Sequence[Transcript] = ()) -> bool:
         """See `StepLoop`."""

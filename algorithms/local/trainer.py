@@ -29,9 +29,9 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from algorithms.base import Transcript
 from algorithms.local.processes import Follower, Leader
+from algorithms.local.randomness import seed_step, set_random_state
 from backends.errors import Problem, UserError
 from backends.local import LocalBackend
-from backends.local_state import set_random_state
 
 Logs = Mapping[str, float]
 
@@ -60,6 +60,8 @@ class Plan:
 
     backend: LocalBackend
     loop: Leader | Follower
+    seed: int
+    """Of the run; it decides what each step draws."""
     micro_batches: Callable[[int], list[list[int]]]
     """This process's rows of a step (from 0), in the parts that go through the model one by one."""
     learning_rate: Callable[[int], float]
@@ -148,6 +150,12 @@ class RunsTrainer:
             state["reference"] = self.plan.backend.weights(REFERENCE)
         return state
 
+    @property
+    def steps_done(self) -> int:
+        """Of the whole run; none before the loop begins."""
+        done: int = self.state.global_step
+        return done
+
     def train_from(self, folder: Path) -> None:
         """Take the steps that are left; `folder` is empty and for TRL's own use."""
         resumed = self.plan.backend.resumed
@@ -183,6 +191,26 @@ class HandsOver(TrainerCallback):  # type: ignore[misc]
         self._plan = plan
         self._tokens = 0.0
 
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """The trainer is made and has all it needs."""
+        self._plan.loop.begins()
+
+    def on_step_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **kwargs: Any,
+    ) -> None:
+        """Others have drawn from the process's generators, and in a replay other numbers."""
+        seed_step(self._plan.seed, state.global_step, self._plan.backend.rank)
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -191,19 +219,16 @@ class HandsOver(TrainerCallback):  # type: ignore[misc]
         logs: Logs | None = None,
         **kwargs: Any,
     ) -> None:
-        """A step is done, and its numbers are known. Raises UserError if they are no numbers."""
+        """A step is done, and its numbers are known. Raises UserError if these are not finite."""
         if logs is None or "loss" not in logs:
             return  # TRL's last words
         state.log_history.clear()  # the run's store has the rows
         step = state.global_step
-        if not math.isfinite(logs["loss"]):
-            raise UserError(
-                Problem(
-                    "algorithm.params.learning_rate",
-                    f"the loss of step {step} is {logs['loss']}",
-                    "lower it, or look at the rows of that step",
-                )
-            )
+        for name, of in (("loss", "loss"), ("grad_norm", "norm of the gradient")):
+            if not math.isfinite(logs[name]):
+                what = f"the {of} of step {step} is {logs[name]}"
+                remedy = "lower it, or look at the rows of that step"
+                raise UserError(Problem("algorithm.params.learning_rate", what, remedy))
         row = {
             "optim/lr": logs["learning_rate"],
             "optim/grad_norm": logs["grad_norm"],

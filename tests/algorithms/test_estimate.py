@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -205,6 +206,59 @@ def test_processes_leave_out_a_batch_that_is_not_full() -> None:
 def test_what_is_not_here_is_not_guessed() -> None:
     found = estimate(parse_experiment(document(model={"name": "no/where"})))
     assert (found.tokens_per_row, found.tokens, found.memory) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("names", "known"),
+    [
+        (("num_hidden_layers", "hidden_size"), True),
+        (("n_layer", "n_embd"), True),
+        (("n_layers", "d_model"), True),
+        (("n_layer", "hidden_size"), True),
+        (("depth", "width"), False),
+    ],
+)
+def test_memory_is_read_by_an_architectures_own_names(
+    names: tuple[str, str], known: bool, tmp_path: Path
+) -> None:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    sizes = dict(zip(names, (2, 8), strict=True))
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 16, **sizes}))
+    shutil.copy(MODEL / "tokenizer.json", tmp_path)
+    layers = {"attn.c_attn": (8, 24), "attn.c_proj": (8, 8), "mlp.c_fc": (8, 32), "ln": (8,)}
+    weights = {f"h.{i}.{name}.weight": layers[name] for i in (0, 1) for name in layers}
+    weights |= {"wte.weight": (16, 8), "h.0.experts.w1.weight": (8, 8)}
+    tensors = {name: np.zeros(shape, np.float32) for name, shape in weights.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    params = {"batch_size": 1, "lora_rank": 3, "train_unembed": False}
+    spec = document(
+        model={"name": str(tmp_path)},
+        data={"kind": "rows", "rows": [{"prompt": "a", "completion": "b"}]},
+        algorithm={"kind": "sft", "params": params},
+        backend={"kind": "embedded"},
+    )
+    memory = estimate(parse_experiment(spec)).memory
+    if not known:
+        assert memory is None
+        return
+    assert memory is not None
+    assert memory.adapter == 16 * 3 * 2 * (32 + 16 + 40)
+    assert memory.base == 4 * (2 * (192 + 64 + 256 + 8) + 128 + 64)
+    # Of each of the engine's tokens: 2 layers of 8 units, and two copies of 16 logits, in float32.
+    assert memory.activations == 2048 * (2 * 8 * 43 * 2 + 16 * 4 * 2)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs", b"\x02" + b"\0" * 7 + b"{}"])
+def test_a_weights_file_that_is_not_whole_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match="no whole safetensors file"):
+        weight_shapes(str(tmp_path))
+    whole = (MODEL / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(whole[:-1])
+    with pytest.raises(UserError, match="no whole safetensors file"):
+        weight_shapes(str(tmp_path))
 
 
 def test_stages_take_the_sum_and_the_memory_of_the_largest() -> None:

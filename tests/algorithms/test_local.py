@@ -7,8 +7,12 @@ Real runs of the tiny model, in this process; the engine and whole processes are
 from __future__ import annotations
 
 import asyncio
+import importlib.util
+import itertools
 import json
 import random
+import shutil
+import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,15 +27,18 @@ from algorithms.base import BaseAlgorithm, OwnLoop, RunContext
 from algorithms.callbacks import Callback, EarlyEnd
 from algorithms.experiment import Experiment, parse_experiment
 from algorithms.local.options import REFUSED, LocalConfig, refused
+from algorithms.local.randomness import random_state, seed_step, set_random_state
 from algorithms.local.run import OwnLoopRun
-from algorithms.local_dpo import LocalDPOConfig
+from algorithms.local_dpo import LocalDPO, LocalDPOConfig
+from algorithms.local_rl import LocalRL
+from algorithms.local_sft import LocalSFT
 from algorithms.opening import open_live_run
 from algorithms.registry import ALGORITHMS
 from algorithms.run import RunStopped
 from backends.base import ModelSpec
 from backends.errors import UserError
 from backends.local import LocalBackend, LocalKind, LocalParams
-from backends.local_state import pack, random_state, read_state, set_random_state, write_state
+from backends.local_state import pack, read_state, write_state
 from backends.storage.run_store import RunStore
 
 MODEL = "examples/models/tiny-qwen3"
@@ -169,6 +176,86 @@ def test_an_option_that_trl_does_not_have_is_named(kind: str, tmp_path: Path) ->
     assert refusal.value.problems[0].where == "algorithm.params.trainer.gradient_checkpoint"
 
 
+@pytest.mark.parametrize(
+    ("kind", "option", "value", "words"),
+    [
+        ("local_sft", "neftune_noise_alpha", "five", "'five' should be a valid number"),
+        ("local_sft", "gradient_checkpointing", "yes please", "should be a valid boolean"),
+        ("local_sft", "gradient_checkpointing", "yes", "should be a valid boolean"),
+        ("local_sft", "dataloader_num_workers", "two", "'two' should be a valid integer"),
+        ("local_sft", "optim", "adamw_troch", "did you mean adamw_torch"),
+        ("local_rl", "scale_rewards", 2, "should be a valid"),
+        ("local_sft", "scale_rewards", True, "has no such option"),
+    ],
+)
+def test_a_value_of_another_type_is_refused(
+    kind: str, option: str, value: Any, words: str, tmp_path: Path
+) -> None:
+    spec = experiment(kind, tmp_path, trainer={option: value})
+    with pytest.raises(UserError, match=words) as refusal:
+        spec.algorithm.build()
+    assert refusal.value.problems[0].where == f"algorithm.params.trainer.{option}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "trainer"),
+    [
+        ("local_sft", {"neftune_noise_alpha": 5, "optim": "sgd", "gradient_checkpointing": True}),
+        ("local_sft", {"optim_target_modules": ["q_proj"], "dataloader_prefetch_factor": None}),
+        ("local_dpo", {"loss_weights": [1], "debug": "underflow_overflow"}),
+        ("local_rl", {"scale_rewards": False, "chat_template_kwargs": {"enable_thinking": False}}),
+        ("local_rl", {"generation_kwargs": {"no_repeat_ngram_size": 3}, "epsilon_high": 1}),
+    ],
+)
+def test_values_of_the_right_type_are_taken(
+    kind: str, trainer: dict[str, Any], tmp_path: Path
+) -> None:
+    experiment(kind, tmp_path, trainer=trainer).algorithm.build()
+
+
+def test_without_trl_its_options_are_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = experiment("local_sft", tmp_path, trainer={"no_such_option": 1})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    spec.algorithm.build()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"max_new_tokens": 3}, "generation_kwargs.max_new_tokens cannot be set: use max_tokens"),
+        ({"temperature": 0.1}, "generation_kwargs.temperature cannot be set: use temperature"),
+        ({"eos_token_id": 5}, "generation_kwargs.eos_token_id cannot be set: an answer ends"),
+        ('{"do_sample": false}', "generation_kwargs is no mapping"),
+    ],
+)
+def test_how_a_rollout_is_sampled_is_said_once(given: Any, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        experiment("local_rl", tmp_path, trainer={"generation_kwargs": given})
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "kinds"),
+    [
+        ("sft", "micro_batch_size", "local_dpo, local_rl, local_sft"),
+        ("sft", "reduction", "local_sft"),
+        ("local_sft", "max_tokens_per_batch", "mock_sft, sft"),
+    ],
+)
+def test_a_field_of_another_kind_is_told_as_that(
+    kind: str, field: str, kinds: str, tmp_path: Path
+) -> None:
+    moved = document("local_sft", tmp_path)
+    moved["algorithm"] = {"kind": kind, "params": {field: 1}}
+    moved["backend"] = {"kind": "local" if kind == "local_sft" else "mock"}
+    with pytest.raises(UserError) as refusal:
+        parse_experiment(moved)
+    (problem,) = refusal.value.problems
+    assert problem.what == "unknown field"
+    assert problem.remedy == f"leave it out: it is a field of {kinds} only"
+
+
 def test_an_adapter_on_the_head_is_refused(kind: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="TRL trains no adapter on lm_head"):
         experiment(kind, tmp_path, train_unembed=True)
@@ -202,14 +289,22 @@ def test_what_is_no_data_is_not_kept() -> None:
         pack({"folder": Path()})
 
 
-def test_every_random_generator_goes_on_where_it_was(tmp_path: Path) -> None:
-    def draws() -> list[float]:
-        return [random.random(), float(np.random.rand()), float(torch.rand(()))]
-
+def test_torchs_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     write_state(tmp_path, random_state())
-    first = draws()
+    first = torch.rand(3)
     set_random_state(read_state(tmp_path))
-    assert draws() == first
+    assert torch.equal(torch.rand(3), first)
+
+
+def test_a_step_draws_the_same_numbers_whatever_was_drawn_before() -> None:
+    def draws(seed: int, step: int, rank: int) -> tuple[float, float]:
+        seed_step(seed, step, rank)
+        return random.random(), float(np.random.rand())
+
+    first = draws(3, 1, 0)
+    assert draws(3, 1, 0) == first
+    others = [draws(*which) for which in ((4, 1, 0), (3, 2, 0), (3, 1, 1))]
+    assert len({first, *others}) == 4
 
 
 # --- runs ---------------------------------------------------------------------------------------
@@ -227,7 +322,21 @@ class CutOff(Callback):
             self.task.cancel()
 
 
-async def test_a_run_that_was_cut_off_ends_like_one_that_was_not(kind: str, tmp_path: Path) -> None:
+async def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although others draw from the process's generators between the steps, each time otherwise."""
+    own = ALGORITHMS[kind].metrics  # type: ignore[attr-defined]
+    count = itertools.count()
+
+    def metrics(self: Any, step_idx: int, logs: Any) -> dict[str, float]:
+        drawn = {"drawn/python": random.random(), "drawn/numpy": float(np.random.rand())}
+        for _ in range(next(count)):
+            random.random()
+            np.random.rand()
+        return {**own(self, step_idx, logs), **drawn}
+
+    monkeypatch.setattr(ALGORITHMS[kind], "metrics", metrics)
     whole = await trained(await opened(experiment(kind, tmp_path / "whole")))
     cut = await opened(experiment(kind, tmp_path / "cut"))
     cut_off = CutOff(2)
@@ -370,12 +479,173 @@ async def test_it_trains_by_itself(tmp_path: Path) -> None:
     assert result.status == "completed"
 
 
-async def test_a_value_that_trl_refuses_is_told_in_its_words(tmp_path: Path) -> None:
-    spec = experiment("local_sft", tmp_path, trainer={"optim": "no_such_optimizer"})
-    run = await opened(spec)
-    with pytest.raises(UserError, match="no_such_optimizer") as refusal:
+@pytest.mark.parametrize(
+    ("kind", "trainer", "words"),
+    [
+        ("local_sft", {"loss_type": "bla"}, "Invalid `loss_type` bla passed"),  # as it is made
+        ("local_sft", {"activation_offloading": True}, "has no attribute 'type'"),
+        ("local_sft", {"dataloader_num_workers": -1}, "num_workers option should be non-negative"),
+        ("local_rl", {"scale_rewards": "abc"}, "Invalid value for scale_rewards: abc"),  # at step 1
+    ],
+)
+async def test_a_value_that_trl_refuses_is_told_in_its_words(
+    kind: str, trainer: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    run = await opened(experiment(kind, tmp_path, trainer=trainer))
+    with pytest.raises(UserError, match=words) as refusal:
         await trained(run)
-    assert refusal.value.problems[0].where == "algorithm.params.trainer"
+    (problem,) = refusal.value.problems
+    assert problem.where == "algorithm.params.trainer"
+    assert problem.remedy == f"leave them out one by one: {', '.join(trainer)}"
+
+
+async def test_the_first_steps_time_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = await opened(experiment("local_sft", tmp_path, max_steps=1))
+    made = LocalSFT.trainer
+
+    def slow(self: LocalSFT, arguments: dict[str, Any]) -> Any:
+        run._step_ended = time.monotonic() - 1000  # as if TRL had taken so long to be imported
+        return made(self, arguments)
+
+    monkeypatch.setattr(LocalSFT, "trainer", slow)
+    await trained(run)
+    assert run.store.metrics()[0]["time/step"] < 1000
+
+
+async def test_another_loss_has_another_name(tmp_path: Path) -> None:
+    spec = experiment("local_sft", tmp_path, max_steps=1, trainer={"loss_type": "dft"})
+    (row,) = rows_of(await trained(await opened(spec)))
+    assert "train_mean_nll" not in row
+    assert row["loss"] > 0
+
+
+# --- rows and the model's limits ----------------------------------------------------------------
+
+
+def changed_model(folder: Path, **changes: dict[str, Any]) -> str:
+    """The tiny model with other values in its JSON files, by their names without suffix."""
+    shutil.copytree(MODEL, folder)
+    for name, values in changes.items():
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | values))
+    return str(folder)
+
+
+async def test_rows_are_cut_where_the_model_ends(tmp_path: Path) -> None:
+    """Its tokenizer says that it reads 1024 tokens."""
+    model = changed_model(tmp_path / "model", config={"max_position_embeddings": 22})
+    for kind in ("local_sft", "local_dpo"):
+        short = document(kind, tmp_path, max_steps=1, max_seq_len=64)
+        short["model"]["name"] = model
+        run = await opened(parse_experiment(short), kind)
+        algorithm: Any = run.algorithm
+        rendering = algorithm._rendering
+        assert rendering.cut > 0
+        if kind == "local_sft":
+            assert max(rendering.lengths) == 21
+        await run.backend.aclose()
+
+
+async def test_a_prompt_that_leaves_no_room_is_refused_by_row(tmp_path: Path) -> None:
+    long = document("local_rl", tmp_path, max_tokens=1010)
+    with pytest.raises(UserError, match=r"a prompt of \d+ tokens, and the model reads 1024") as no:
+        await opened(parse_experiment(long))
+    assert "train.jsonl:1" in str(no.value)
+    assert "lower max_tokens, which is 1010" in str(no.value)
+
+
+async def test_a_prompt_that_the_template_refuses_is_refused_by_row(tmp_path: Path) -> None:
+    odd = document("local_rl", tmp_path)
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+    rows = [{"messages": turns}, {"messages": [{"role": "developer", "content": "Be."}, *turns]}]
+    odd["data"] = {"kind": "rows", "rows": rows}
+    with pytest.raises(UserError, match="template refuses the row: unknown role: developer"):
+        await opened(parse_experiment(odd))
+
+
+async def test_rollouts_end_where_the_template_ends_a_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a model whose eos is another token, as a base model's is."""
+    model = changed_model(
+        tmp_path / "model",
+        tokenizer_config={"eos_token": "<|endoftext|>"},
+        generation_config={"eos_token_id": 0},
+        config={"eos_token_id": 0},
+    )
+    end_of_turn, drawn = 1, []
+
+    def reward(self: LocalRL, *, completion_ids: Any, **_: Any) -> list[float]:
+        drawn.extend(completion_ids)
+        return [0.0] * len(completion_ids)
+
+    monkeypatch.setattr(LocalRL, "reward", reward)
+    spec = document("local_rl", tmp_path, max_steps=1, num_samples=8, max_tokens=16)
+    spec["model"]["name"] = model
+    await trained(await opened(parse_experiment(spec)))
+    assert any(tokens[-1] == end_of_turn for tokens in drawn)
+    assert not any(end_of_turn in tokens[:-1] for tokens in drawn)
+
+
+async def test_turns_of_others_in_an_answer_do_not_count(tmp_path: Path) -> None:
+    """As in dpo: an answer may go on over several turns."""
+    ask = {"role": "user", "content": "1+1?"}
+    more = {"role": "user", "content": "Sure?"}
+
+    def answer(first: str, second: str) -> list[dict[str, str]]:
+        said = ({"role": "assistant", "content": text} for text in (first, second))
+        return [next(said), more, next(said)]
+
+    rows = [{"prompt": [ask], "chosen": answer("2", "yes"), "rejected": answer("3", "no")}] * 2
+    spec = document("local_dpo", tmp_path, max_steps=1)
+    spec["data"] = {"kind": "rows", "rows": rows}
+    run = await opened(parse_experiment(spec))
+    seen: list[dict[str, Any]] = []
+    made = LocalDPO.trainer
+
+    def noting(self: LocalDPO, arguments: dict[str, Any]) -> Any:
+        trainer = made(self, arguments)
+        collate = trainer.data_collator
+        trainer.data_collator = lambda rows: seen.append(collate(rows)) or seen[-1]
+        return trainer
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalDPO, "trainer", noting)
+        await trained(run)
+    tokenizer = run.backend.get_tokenizer()
+    batch = seen[0]
+    counted = [
+        tokenizer.decode(ids[mask.bool()])
+        for ids, mask in zip(batch["input_ids"], batch["completion_mask"], strict=True)
+    ]
+    assert counted == ["2<|im_end|>yes<|im_end|>"] * 2 + ["3<|im_end|>no<|im_end|>"] * 2
+    assert rows_of(run)[0]["tokens/supervised"] == batch["completion_mask"].sum()
+
+
+@pytest.mark.parametrize("kind", ["dpo", "local_dpo"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"weight": 0.5}, "weight is 0.5, and all pairs count alike"),
+        ({"train": False}, "no turn of chosen counts: each has train: false or the weight 0"),
+        ({"turn": 0.5}, "a turn of chosen has the weight 0.5, and pairs are not weighted"),
+        ({"weight": 1, "turn": 1, "train": True}, None),
+    ],
+)
+def test_weights_of_pairs_are_refused(kind: str, change: dict[str, Any], words: str | None) -> None:
+    turn = {"role": "assistant", "content": "2"}
+    turn |= {"weight": change["turn"]} if "turn" in change else {}
+    turn |= {"train": change["train"]} if "train" in change else {}
+    row = {
+        "prompt": [{"role": "user", "content": "1+1?"}],
+        "chosen": [turn],
+        "rejected": [{"role": "assistant", "content": "3"}],
+    }
+    row |= {"weight": change["weight"]} if "weight" in change else {}
+    problem = ALGORITHMS[kind].check_row(row, "here")
+    assert (problem and problem.what) == words
 
 
 async def test_weights_that_count_otherwise_are_refused_by_row(tmp_path: Path) -> None:

@@ -116,6 +116,12 @@ def skipped(row: Row) -> Row:
             ["**The gradient was not finite at step 58** (3 steps in all)"],
         ),
         (
+            lambda row: row | {"optim/grad_norm": float(row["step"] < 40), "loss": 6.24},
+            ["**The gradient is exactly 0 over the last 12 steps**, at a loss of 6.24: nothing"],
+        ),
+        (lambda row: row | {"optim/grad_norm": float(row["step"] < 60), "loss": 6.24}, []),
+        (lambda row: row | {"optim/grad_norm": 0.0, "loss": 1e-9}, []),  # learned
+        (
             lambda row: row | {"rollout/truncated": row["step"] / 60},
             ["**Answers were cut at max_tokens:** 51 % of the rollouts, 91 % at last."],
         ),
