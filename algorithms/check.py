@@ -52,8 +52,8 @@ def check_experiment(
     datasets = _check_data(sections, problems)
     if sections.backend is None or sections.backend.kind != MockKind.kind:
         _check_model(sections, datasets, problems)
-    for section in experiment.callbacks if experiment is not None else []:
-        _collect(problems, section.build)
+    for index, section in enumerate(experiment.callbacks if experiment is not None else []):
+        _collect(problems, partial(section.build, f"callbacks[{index}]"))
     _check_store(sections, problems)
     _check_backend(sections, problems)
     return experiment, list(dict.fromkeys(problems))
@@ -140,7 +140,7 @@ def _check_data(sections: _Sections, problems: list[Problem]) -> list[Dataset]:
                 problems.extend(dataset.bad_rows.refused(dataset_problems(dataset, check)))
     for index, spec in enumerate(sections.evaluations):
         if spec is not None:
-            dataset = _read_held_out(spec, f"evaluations[{index}].data", problems)
+            dataset = _read_held_out(spec, f"evaluations[{index}]", problems)
             if dataset is not None:
                 datasets.append(dataset)
     return datasets
@@ -158,10 +158,12 @@ def _row_check(
 
 
 def _read_held_out(spec: EvaluationSpec, where: str, problems: list[Problem]) -> Dataset | None:
-    dataset = _collect(problems, lambda: spec.data.load(where).head(spec.limit))
+    dataset = _collect(problems, lambda: spec.data.load(f"{where}.data").head(spec.limit))
     if dataset is not None and not dataset.bad_rows.refused(dataset.unreadable):
         dataset = dataset.without_unreadable()
-    verifier = None if spec.verifier is None else _collect(problems, spec.verifier.build)
+    verifier = None
+    if spec.verifier is not None:
+        verifier = _collect(problems, partial(spec.verifier.build, f"{where}.verifier"))
     if dataset is not None:
         problems.extend(shorten(evaluation_problems(spec, dataset, verifier)))
     return dataset
@@ -176,12 +178,22 @@ def _check_model(sections: _Sections, datasets: list[Dataset], problems: list[Pr
     model = sections.model
     problems.extend(model_problems(model.name, any(map(_holds_chat, datasets))))
     if model.init_from is not None:
-        problems.extend(weights_problems(model.init_from, "model.init_from"))
+        found = _not_loaded(sections, model.init_from, "model.init_from")
+        problems.extend(found or weights_problems(model.init_from, "model.init_from"))
     for name, value in sections.algorithm.params if sections.algorithm is not None else ():
         if isinstance(value, TeacherSection):
             where = f"algorithm.params.{name}"
             check = partial(teacher_problems, value, model.name, where, vocabulary)
             problems.extend(_collect(problems, check) or [])
+            if value.weights is not None:
+                problems.extend(_not_loaded(sections, value.weights, f"{where}.weights"))
+
+
+def _not_loaded(sections: _Sections, source: str, where: str) -> list[Problem]:
+    """Why the backend cannot load a checkpoint, if that is known."""
+    if sections.backend is None:
+        return []
+    return sections.backend.params.weights_problems(source, where)
 
 
 def _holds_chat(dataset: Dataset) -> bool:

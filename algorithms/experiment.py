@@ -34,11 +34,11 @@ from algorithms.document import Document, explain, read_document, with_overrides
 from algorithms.imports import import_modules
 from algorithms.local.options import LocalConfig
 from algorithms.registry import ALGORITHMS, CALLBACKS
-from algorithms.rewards.metrics import direction_of
+from algorithms.rewards.metrics import SCORES, direction_of
 from algorithms.rewards.section import VerifierField
 from algorithms.rewards.verifiers import VERIFIERS
 from algorithms.rollouts.environment import ENVIRONMENTS, EnvironmentField
-from algorithms.sections import OneOf, Section, forget_sections, with_params
+from algorithms.sections import OneOf, Section, built, forget_sections, with_params
 from backends.base import BackendKind, BackendParams, ModelSpec
 from backends.errors import UserError
 from backends.local import LocalKind, LocalParams
@@ -58,8 +58,9 @@ class AlgorithmSection(Section):
     params: BaseAlgorithmConfig
 
     def build(self) -> BaseAlgorithm:
-        """The algorithm, ready for `setup`."""
-        return ALGORITHMS[self.kind](self.params)
+        """The algorithm, ready for `setup`. Raises UserError if it cannot be made."""
+        algorithm: BaseAlgorithm = built(ALGORITHMS, self.kind, self.params, "algorithm")
+        return algorithm
 
 
 class BackendSection(Section):
@@ -82,10 +83,12 @@ class CallbackSection(Section):
         "tell", description="If it fails: tell, and train on; or stop the run as failed."
     )
 
-    def build(self) -> Callback:
-        """The callback. Raises UserError for one that cannot work on this machine."""
-        cls: Any = CALLBACKS[self.kind]
-        callback: Callback = cls(self.params)
+    def build(self, where: str = "callback") -> Callback:
+        """The callback. Raises UserError for one that cannot work on this machine.
+
+        `where` names the section if its `__init__` fails.
+        """
+        callback: Callback = built(CALLBACKS, self.kind, self.params, where)
         callback.stops_the_run = self.on_error == "stop"
         return callback
 
@@ -189,7 +192,7 @@ class EvaluationSpec(Section):
     @property
     def score_metric(self) -> str:
         """The one of its metrics that is its score."""
-        return {"benchmark": "reward/mean", "nll": "nll", "preference": "accuracy"}[self.kind]
+        return SCORES[self.kind]
 
     @field_validator("name")
     @classmethod
@@ -246,8 +249,14 @@ OWN_FIELDS: Mapping[str, Sequence[str]] = {
 def best_by(best: Best, evaluations: Sequence[EvaluationSpec]) -> Best:
     """The same with its mode: what the metric says, unless it is set.
 
-    Raises ValueError for a test evaluation, and for a metric that does not say.
+    Raises ValueError for a test evaluation, for one that scores the last checkpoint only, and for a
+    metric that does not say.
     """
+    for spec in evaluations:
+        if spec.name == best.metric and spec.role == "validation" and spec.every is None:
+            raise ValueError(
+                f"keep_best looks at {spec.name}, which is evaluated at the end only: set its every"
+            )
     mode = direction_of(best.metric, best.mode, evaluations, "keep_best")
     return best.model_copy(update={"mode": mode})
 

@@ -1,14 +1,21 @@
-"""A user's own code by its name, `module:attribute`, as an experiment gives it."""
+"""A user's own code: by its name, `module:attribute`, and where in it something went wrong."""
 
 from __future__ import annotations
 
 import sys
+import sysconfig
+import traceback
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from backends.registry import import_error
+
+_OURS = {"algorithms", "backends", "flows", "tasks"}
+_INSTALLED = tuple(
+    sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")
+)
 
 
 def import_modules(names: Any) -> bool:
@@ -50,3 +57,27 @@ def _import(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:  # a script that exits is no end of ours
         looked = f" (looked in {here} too)" if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"{name} does not import: {import_error(error)}{looked}") from error
+
+
+def raised(error: BaseException, by: type) -> str:
+    """What a class's code raised, and the innermost line that is a user's and no library's.
+
+    As in `KeyError: 'here' (my_losses.py, line 12)`; without a line if none of theirs was come to.
+    """
+    own = {_package(cls.__module__) for cls in by.__mro__} - {*_OURS, "builtins", "abc"}
+    walked = traceback.walk_tb(error.__traceback__)
+    theirs = [(frame, line) for frame, line in walked if _is_theirs(frame, own)]
+    words = f"{type(error).__name__}: {error}"
+    if not theirs:
+        return words
+    frame, line = theirs[-1]
+    return f"{words} ({Path(frame.f_code.co_filename).name}, line {line})"
+
+
+def _is_theirs(frame: FrameType, own: set[str]) -> bool:
+    package, file = _package(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
+    return package in own or not (package in _OURS or file.startswith(("<", *_INSTALLED)))
+
+
+def _package(module: str) -> str:
+    return module.partition(".")[0]

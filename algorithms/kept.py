@@ -17,6 +17,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import math
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from algorithms.base import BaseAlgorithm, TrainingBatch, Transcript
 from algorithms.evaluators import EvaluationResult, PreparedEvaluation, read_result
+from backends.storage.documents import plain
 from backends.storage.run_store import RunStore
 
 if TYPE_CHECKING:
@@ -198,7 +200,7 @@ def encode_batch(batch: TrainingBatch) -> bytes:
     header = {
         "loss_fn": batch.loss_fn,
         "loss_fn_config": batch.loss_fn_config,
-        "metrics": batch.metrics,
+        "metrics": plain(batch.metrics),
         "transcripts": [asdict(transcript) for transcript in batch.transcripts],
         "data": datums,
     }
@@ -217,7 +219,7 @@ def decode_batch(data: bytes) -> TrainingBatch:
         datums,
         header["loss_fn"],
         header["loss_fn_config"],
-        header["metrics"],
+        {name: math.nan if value is None else value for name, value in header["metrics"].items()},
         [Transcript(**transcript) for transcript in header["transcripts"]],
     )
 

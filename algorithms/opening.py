@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import tempfile
 from collections.abc import Mapping
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from algorithms.experiment import Experiment, WithImports
 from algorithms.kept import LINEAGE, Kept, Lineage, made_by
 from algorithms.local.run import OwnLoopRun
 from algorithms.registry import ALGORITHMS
+from algorithms.returned import hook
 from algorithms.run import LiveRun
 from backends.base import Backend, SavedState
 from backends.errors import FlowtuneError, Problem, UserError
@@ -27,8 +29,10 @@ from backends.storage.checkpoints import CheckpointManifest
 from backends.storage.objects import open_store
 from backends.storage.run_store import RunStore
 
-MAY_CHANGE = {"callbacks", "checkpoints", "orchestration", "store", "tags"}
+MAY_CHANGE = {"callbacks", "checkpoints", "data.streaming", "orchestration", "store", "tags"}
 """Fields that do not decide what is trained, so a run may be continued under other ones."""
+
+_OF_A_STAGE = re.compile(r"^stages\[\d+\]\.")
 
 
 async def open_live_run(
@@ -40,7 +44,7 @@ async def open_live_run(
     this process's to write, and another one that still does is shut out. Raises UserError when the
     experiment or its data is not the one that the run was started with.
     """
-    callbacks = [section.build() for section in experiment.callbacks]
+    callbacks = _callbacks(experiment)
     check = ALGORITHMS[experiment.algorithm.kind].check_row
     dataset = await asyncio.to_thread(load_dataset, experiment.data, "data", check)
     while True:
@@ -118,7 +122,7 @@ async def train_alone(algorithm: BaseAlgorithm, context: RunContext) -> RunResul
             )
         )
     evaluations = await asyncio.to_thread(_prepared, context)
-    callbacks = [section.build() for section in experiment.callbacks]
+    callbacks = _callbacks(experiment)
     run = await _set_up(algorithm, context, store, None, evaluations, callbacks, None)
     await asyncio.to_thread(_begin, run)
     run.tell("on_start", run.plan)
@@ -177,10 +181,23 @@ def _as_read_now(before: dict[str, Any], kind: type[WithImports]) -> dict[str, A
         return before
 
 
+def _deciding(document: Mapping[str, Any], field: str = "") -> dict[str, Any]:
+    """The fields of a document that decide what is trained."""
+    paths = {name: f"{field}.{name}" if field else name for name in document}
+    return {
+        name: _deciding(value, paths[name]) if isinstance(value, dict) else value
+        for name, value in document.items()
+        if paths[name] not in MAY_CHANGE
+    }
+
+
 def _differences(before: Any, now: Any, field: str = "") -> list[tuple[str, Any, Any]]:
     """Fields that decide what is trained and are not what they were: (field, before, now)."""
-    if field in MAY_CHANGE or before == now:
+    if _OF_A_STAGE.sub("", field) in MAY_CHANGE or before == now:
         return []
+    if field == "stages" and before and now and len(before) == len(now):
+        stages = enumerate(zip(before, now, strict=True))
+        return list(chain.from_iterable(_differences(*s, f"stages[{n}]") for n, s in stages))
     if isinstance(before, dict) and isinstance(now, dict):
         names = [*before, *(name for name in now if name not in before)]
         return [
@@ -271,6 +288,11 @@ def _first_weights(source: str, temporary: Path) -> SavedState | None:
     return SavedState(uri=None, folder=temporary, optimizer=False)
 
 
+def _callbacks(experiment: Experiment) -> list[Callback]:
+    sections = enumerate(experiment.callbacks)
+    return [section.build(f"callbacks[{index}]") for index, section in sections]
+
+
 async def _context(
     experiment: Experiment, store: RunStore, dataset: Dataset, backend: Backend
 ) -> RunContext:
@@ -295,7 +317,8 @@ async def _set_up(
     callbacks: list[Callback],
     flow_run_url: str | None,
 ) -> LiveRun:
-    await algorithm.setup(context, context.backend)
+    with hook(algorithm, "setup"):
+        await algorithm.setup(context, context.backend)
     for prepared in evaluations.values():
         await prepared.bind(context.backend)
     first_step = 0
@@ -323,7 +346,7 @@ async def _set_up(
 
 def _lineage(context: RunContext, algorithm: BaseAlgorithm, first_step: int, saved: Any) -> Lineage:
     """Which weights the run trains: those it has always trained, while its code is the same."""
-    document = context.config.model_dump(mode="json", exclude=MAY_CHANGE)
+    document = _deciding(context.config.model_dump(mode="json"))
     now = made_by(document, context.dataset.fingerprint, algorithm)
     if saved is None:
         return Lineage.begin(now)

@@ -1,23 +1,47 @@
-"""What an algorithm handed over, looked at before it goes to the server: anyone may write one.
+"""What an algorithm hands over, or raises: anyone may write one.
 
-Each mistake is a UserError that says what came and what is wanted, so that it ends the run at once;
-an error of another kind would be taken for the backend's, and tried again.
+What it hands over is looked at before it goes to the server. Each mistake is a UserError that says
+what came and what is wanted, so that it ends the run at once; an error of another kind would be
+taken for the backend's, and tried again.
 """
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from algorithms.base import TrainingBatch
+from algorithms.base import BaseAlgorithm, TrainingBatch
+from algorithms.imports import raised
 from backends.base import LossCallable, ModelOutput
-from backends.errors import Problem, UserError
+from backends.errors import FlowtuneError, Problem, UserError
 
 if TYPE_CHECKING:
     import tinker
     import torch
+
+
+class AlgorithmFailed(FlowtuneError):
+    """A method of an algorithm raised something; the cause is its own error."""
+
+
+@contextmanager
+def hook(algorithm: BaseAlgorithm, name: str) -> Iterator[None]:
+    """Say in which method of the algorithm, and on which line, an error comes from.
+
+    It is no UserError, as waiting may help: what is tried again is so as before. Errors of ours and
+    those of a connection pass as they are.
+    """
+    try:
+        yield
+    except (FlowtuneError, ConnectionError, TimeoutError):
+        raise
+    except Exception as error:
+        cls = type(algorithm)
+        words = f"{cls.__name__}.{name} raised {raised(error, cls)}"
+        raise AlgorithmFailed(words) from error
 
 
 def checked_batch(batch: Any) -> TrainingBatch:

@@ -50,7 +50,7 @@ class RL(BaseAlgorithm):
 
     def __init__(self, cfg: RLConfig) -> None:
         super().__init__(cfg)
-        self._verifier = cfg.verifier.build()
+        self._verifier = cfg.verifier.build("algorithm.params.verifier")
         self._rolled: Shared[Rolled] = Shared(cfg.max_staleness + 2)
 
     def row_problem(self, row: Row, place: str) -> Problem | None:

@@ -28,7 +28,7 @@ from algorithms.beside import Beside, first_error, to_the_end
 from algorithms.callbacks import Callback, CallbackFailed, EarlyEnd, RunPlan
 from algorithms.evaluators import EvaluationResult, PreparedEvaluation, evaluate
 from algorithms.kept import LINEAGE, Kept
-from algorithms.returned import checked_batch, checked_loss, checked_metrics
+from algorithms.returned import checked_batch, checked_loss, checked_metrics, hook
 from algorithms.turns import Place, Turns
 from backends.base import Backend, SamplingClient
 from backends.errors import FlowtuneError, Problem, UserError
@@ -159,7 +159,7 @@ class LiveRun:
         if self.algorithm.on_policy:
             batch = await self._kept_batch(step)
         else:
-            batch = checked_batch(await self.algorithm.build_batch(step))
+            batch = await self._built_batch(step)
         self._batches[step] = BuiltBatch(batch, time.monotonic() - started)
         self.context.policy.release(step)
         return {"datums": float(len(batch.data)), **batch.metrics}
@@ -169,9 +169,13 @@ class LiveRun:
         if self.kept.has_batch(step):
             batch = await asyncio.to_thread(self.kept.read_batch, step)
         if batch is None:
-            batch = checked_batch(await self.algorithm.build_batch(step))
+            batch = await self._built_batch(step)
             await asyncio.to_thread(self.kept.keep_batch, step, batch)
         return batch
+
+    async def _built_batch(self, step: int) -> TrainingBatch:
+        with hook(self.algorithm, "build_batch"):
+            return checked_batch(await self.algorithm.build_batch(step))
 
     async def forward_backward(self, step: int) -> Mapping[str, float]:
         """Submit the batch in its turn and wait for the result; an empty one is not submitted."""
@@ -182,9 +186,10 @@ class LiveRun:
         result = await self._turns.submit(
             ("forward_backward", step), lambda: self._submit_batch(current.batch)
         )
-        return checked_metrics(
-            self.algorithm.step_metrics(step, current.batch, await result), "step_metrics"
-        )
+        answer = await result
+        with hook(self.algorithm, "step_metrics"):
+            metrics = self.algorithm.step_metrics(step, current.batch, answer)
+            return checked_metrics(metrics, "step_metrics")
 
     def _submit_batch(self, batch: TrainingBatch) -> Awaitable[ForwardBackwardResult]:
         if callable(batch.loss_fn):
@@ -619,10 +624,14 @@ class LiveRun:
         """Scores before and after, what set-up did to the data, and the last row's numbers."""
         metrics = self.algorithm.setup_metrics()
         for row in self.store.metrics()[-1:]:
-            metrics |= {name: value for name, value in row.items() if not name.startswith("time/")}
+            metrics |= {
+                name: value
+                for name, value in row.items()
+                if value is not None and not name.startswith("time/")
+            }
         for row in self.store.evaluations():
             for metric, value in row["metrics"].items():
-                if value is not None:  # no finite number
+                if value is not None:  # as it is where the number is not finite
                     name = f"val/{row['name']}/{metric}"
                     metrics.setdefault(f"{name}/first", value)
                     metrics[name] = value

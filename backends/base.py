@@ -169,6 +169,10 @@ class BackendParams(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
+    def weights_problems(self, source: str, where: str) -> list[Problem]:
+        """Why a checkpoint (a folder, or an address) cannot be loaded there, whatever it holds."""
+        return []
+
 
 class BackendKind(Protocol):
     """A row of the backend registry: its parameters, its checks, and how it is opened."""

@@ -57,6 +57,14 @@ class EmbeddedParams(BackendParams):
         600.0, gt=0, description="Longest wait for the model to load (a hub model is downloaded)."
     )
 
+    def weights_problems(self, source: str, where: str) -> list[Problem]:
+        """An engine is new with each run, and holds no weights yet."""
+        if not source.startswith("tinker://"):
+            return []
+        what = f"an embedded engine cannot read {source}"
+        remedy = "give the folder of a checkpoint, or train on the server that holds it"
+        return [Problem(where, what, remedy)]
+
 
 class EngineProcess:
     """A running engine, and the future that tells of its end."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import time
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
@@ -46,6 +47,16 @@ DISCARD_SECONDS = 10.0
 SNAPSHOT_TTL_SECONDS = 7 * 24 * 3600
 """How long a server keeps a named snapshot that was made to sample from."""
 
+_FRAMED = re.compile(
+    r"Request failed: (?P<said>.*) for self\.request_id=\S+ "
+    r"and expected type self\.model_cls=(?P<answer>.*)",
+    re.DOTALL,
+)
+"""What the SDK (`tinker.lib.api_future_impl`) makes of a server's sentence."""
+
+_FIELD = re.compile(r"(?P<where>(?:loss_fn|data\[)[\w.\[\]]*): (?P<what>.*)", re.DOTALL)
+"""How the sentence of an engine of ours begins (`backends.engine.losses`)."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -68,6 +79,13 @@ class TinkerParams(BackendParams):
 
         return DEFAULT_BASE_URL
 
+    def weights_problems(self, source: str, where: str) -> list[Problem]:
+        """A server has its own weights only."""
+        if source.startswith("tinker://"):
+            return []
+        what = f"{self.url()} reads no files of yours, such as {source}"
+        return [Problem(where, what, "give the tinker:// address of weights that it holds")]
+
 
 def house_error(error: Exception) -> FlowtuneError:
     """The SDK's error in the house's tree (see `backends.errors`)."""
@@ -76,9 +94,10 @@ def house_error(error: Exception) -> FlowtuneError:
     if isinstance(error, FlowtuneError):
         return error
     if isinstance(error, sdk.RequestFailedError):
+        where, what = _said(error.message)
         if error.category == "user":
-            return UserError(Problem("backend", error.message))
-        return StateLostError(f"the server failed on a request: {error.message}")
+            return UserError(Problem(where, what))
+        return StateLostError(f"the server failed on a request: {what}")
     if isinstance(error, sdk.AuthenticationError | sdk.PermissionDeniedError):
         return UserError(
             Problem("backend", f"the server refused the API key: {error}", "check the key")
@@ -92,6 +111,17 @@ def house_error(error: Exception) -> FlowtuneError:
     if isinstance(error, RuntimeError) and isinstance(error.__cause__, Exception):
         return house_error(error.__cause__)  # a poisoned client: what poisoned it says more
     return StateLostError(f"{type(error).__name__}: {error}")
+
+
+def _said(message: str) -> tuple[str, str]:
+    """The field that the server's sentence is about, and the sentence without the SDK's frame."""
+    framed = _FRAMED.fullmatch(message)
+    if framed is None:
+        return "backend", message
+    if "ForwardBackward" not in framed["answer"]:
+        return "backend", framed["said"]
+    field = _FIELD.fullmatch(framed["said"])
+    return (field["where"], field["what"]) if field else ("loss_fn", framed["said"])
 
 
 @dataclass(frozen=True)
@@ -198,16 +228,7 @@ class TinkerBackend:
         def sdk_loss(
             data: list[tinker.Datum], logprobs: list[torch.Tensor]
         ) -> tuple[torch.Tensor, dict[str, float]]:
-            loss = loss_fn(ModelOutput(logprobs), data)
-            if loss.ndim != 0:
-                raise UserError(
-                    Problem(
-                        "loss_fn",
-                        f"the loss has shape {tuple(loss.shape)}",
-                        "return a scalar: sum or average it",
-                    )
-                )
-            return loss, {}
+            return loss_fn(ModelOutput(logprobs), data), {}
 
         return Submitted(
             self._client.forward_backward_custom(data, sdk_loss), _itself, self._server

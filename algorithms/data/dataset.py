@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from algorithms.data.shapes import EXAMPLE_ROW, Row, row_problem
 from algorithms.data.spool import Lazy, Spool
 from algorithms.data.transforms import RowTransform, TransformField
-from backends.errors import Problem, UserError
+from backends.errors import FlowtuneError, Problem, UserError
 from backends.registry import Registry
 
 SHOWN_PROBLEMS = 20
@@ -128,7 +128,7 @@ class Dataset:
         good = array("q")
         problems: list[Problem] = []
         for number, (row, place) in enumerate(zip(self.rows, self.places, strict=True)):
-            if problem := check(row, place):
+            if problem := _problem(check, row, place):
                 problems.append(problem)
             else:
                 good.append(number)
@@ -180,7 +180,7 @@ class DataSource(BaseModel):
         records: Iterable[Record] = self.records(where)
         waiting: list[tuple[str, RowTransform]] = []
         for index, section in enumerate(self.transforms):
-            transform = section.build()
+            transform = section.build(f"{where}.transforms[{index}]")
             if isinstance(transform, RowTransform):
                 waiting.append((f"{where}.transforms[{index}] ({section.kind})", transform))
                 continue
@@ -279,6 +279,7 @@ DATA_SOURCES: Registry[type[DataSource]] = Registry(
         "parquet": "algorithms.data.sources:ParquetData",
         "rows": "algorithms.data.sources:RowsData",
     },
+    bases=(DataSource,),
 )
 
 
@@ -306,8 +307,19 @@ def shorten(problems: list[Problem]) -> list[Problem]:
 
 def dataset_problems(dataset: Dataset, check: RowCheck = row_problem) -> list[Problem]:
     """What is wrong: lines that are no rows, then each row that will not do."""
-    checked = (check(row, place) for row, place in zip(dataset.rows, dataset.places, strict=True))
+    rows = zip(dataset.rows, dataset.places, strict=True)
+    checked = (_problem(check, row, place) for row, place in rows)
     return [*dataset.unreadable, *(problem for problem in checked if problem is not None)]
+
+
+def _problem(check: RowCheck, row: Row, place: str) -> Problem | None:
+    """What is wrong with a row; a check of anyone's own may itself fail on it."""
+    try:
+        return check(row, place)
+    except FlowtuneError:
+        raise
+    except Exception as error:  # noqa: BLE001  (the row is named with it)
+        return Problem(place, f"the check of rows raised {type(error).__name__}: {error}")
 
 
 def _not_empty(dataset: Dataset, where: str, seen: int) -> Dataset:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BaseModel, ConfigDict
 
 from algorithms.data.shapes import Row
-from algorithms.sections import OneOf, Section, with_params
+from algorithms.sections import OneOf, Section, built, with_params
 from backends.registry import Registry
 
 
@@ -80,9 +80,10 @@ class TransformSection(Section):
     kind: str
     params: BaseModel
 
-    def build(self) -> Transform:
-        """The transform, ready for rows."""
-        return TRANSFORMS[self.kind](self.params)
+    def build(self, where: str = "transform") -> Transform:
+        """The transform, ready for rows. Raises UserError, naming `where`, if that fails."""
+        transform: Transform = built(TRANSFORMS, self.kind, self.params, where)
+        return transform
 
 
 def _config(item: Any) -> type[BaseModel]:

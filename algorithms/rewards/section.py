@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from algorithms.rewards.verifiers import VERIFIERS, Verifier, VerifierConfig
-from algorithms.sections import OneOf, Section, with_params
+from algorithms.sections import OneOf, Section, built, with_params
 
 
 class VerifierSection(Section):
@@ -14,9 +14,10 @@ class VerifierSection(Section):
     kind: str
     params: VerifierConfig
 
-    def build(self) -> Verifier:
-        """The verifier, ready to be called."""
-        return VERIFIERS[self.kind](self.params)
+    def build(self, where: str = "verifier") -> Verifier:
+        """The verifier, ready to be called. Raises UserError, naming `where`, if that fails."""
+        verifier: Verifier = built(VERIFIERS, self.kind, self.params, where)
+        return verifier
 
 
 VerifierField = Annotated[

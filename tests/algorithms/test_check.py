@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import yaml
 from algorithms.check import check_experiment
 from algorithms.experiment import Experiment
 from algorithms.model_facts import model_problems
+from algorithms.registry import REGISTRIES
 from backends.errors import Problem
 from tests.algorithms.samples import ROWS, chat, document
 
@@ -219,11 +221,11 @@ def test_weights_to_start_from_must_be_there() -> None:
     found = problems_of(
         model={"name": name, "init_from": "runs/x"},
         algorithm={"kind": "sft"},
-        backend={"kind": "tinker", "params": {"api_key_env": "NO_SUCH_KEY"}},
+        backend={"kind": "embedded"},
     )
-    where = {problem.where: problem for problem in found}
-    assert set(where) == {"model.init_from", "backend.params.api_key_env"}
-    assert "adapter_model.safetensors" in where["model.init_from"].what
+    (problem,) = found
+    assert problem.where == "model.init_from"
+    assert "adapter_model.safetensors" in problem.what
 
 
 def test_the_mock_needs_no_model() -> None:
@@ -276,4 +278,109 @@ def test_a_teachers_weights_must_be_there() -> None:
     Path("runs/x").mkdir(parents=True)
     Path("runs/x/adapter_model.safetensors").write_text("x")
     assert problems_with_teacher(weights="runs/x") == []
-    assert problems_with_teacher(weights="tinker://a/b") == []
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights", "what"),
+    [
+        ("tinker", "runs/x", "reads no files of yours, such as runs/x"),
+        ("tinker", "s3://bucket/x", "reads no files of yours, such as s3://bucket/x"),
+        ("tinker", "tinker://a/b", None),
+        ("embedded", "tinker://a/b", "an embedded engine cannot read tinker://a/b"),
+        ("embedded", "runs/x", None),
+    ],
+)
+def test_weights_must_be_such_as_the_backend_can_load(
+    backend: str, weights: str, what: str | None
+) -> None:
+    tokenizer_file(model_folder("student"), a=0, b=1)
+    Path("runs/x").mkdir(parents=True)
+    Path("runs/x/adapter_model.safetensors").write_text("x")
+    params = {"teacher": {"weights": weights}, "max_steps": 1}
+    found = problems_of(
+        model={"name": "student", "init_from": weights},
+        algorithm={"kind": "distill", "params": params},
+        backend={"kind": backend},
+    )
+    fields = {"model.init_from", "algorithm.params.teacher.weights"}
+    told = {problem.where: problem.what for problem in found if problem.where in fields}
+    assert set(told) == (fields if what else set())
+    assert all(str(what) in words for words in told.values())
+
+
+# --- parts of one's own -------------------------------------------------------------------------
+
+PARTS = """
+from algorithms.callbacks import Callback
+from algorithms.data.transforms import RowTransform
+from algorithms.mock_sft import MockSFT
+from algorithms.registry import *
+from algorithms.rewards.verifiers import ExactMatch
+
+
+def opened():
+    return open("not/there")
+
+
+@register_algorithm("failing")
+class FailingSFT(MockSFT):
+    def __init__(self, cfg):
+        opened()
+
+
+@register_verifier("failing")
+class FailingMatch(ExactMatch):
+    def __init__(self, cfg):
+        {}[cfg.strip]
+
+
+@register_callback("failing")
+class FailingCallback(Callback):
+    def __init__(self):
+        pass
+
+
+@register_transform("failing")
+class FailingTransform(RowTransform):
+    def __init__(self, cfg):
+        raise SystemExit("I leave")
+
+    def apply(self, row):
+        return row
+"""
+
+
+def test_a_part_that_cannot_be_made_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("parts_that_fail.py").write_text(PARTS)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    held = {"kind": "rows", "rows": ROWS}
+    try:
+        found = problems_of(
+            imports=["parts_that_fail"],
+            data={"kind": "rows", "rows": ROWS},
+            algorithm={"kind": "failing", "params": {"batch_size": 3}},
+            evaluations=[
+                {"name": "a", "data": held, "verifier": {"kind": "failing"}},
+                {"name": "b", "data": held | {"transforms": [{"kind": "failing"}]}},
+            ],
+            callbacks=[{"kind": "failing"}],
+        )
+    finally:
+        for kinds in ("algorithms", "verifiers", "callbacks", "transforms"):
+            REGISTRIES[kinds].forget("failing")
+        sys.modules.pop("parts_that_fail", None)
+    raised = {problem.where: problem.what.partition(" raised ")[2] for problem in found}
+    assert set(raised) == {
+        "algorithm.kind",
+        "evaluations[0].verifier.kind",
+        "evaluations[1].data.transforms[0].kind",
+        "callbacks[0].kind",
+    }
+    assert raised["algorithm.kind"].startswith("FileNotFoundError: ")
+    assert raised["algorithm.kind"].endswith("'not/there' (parts_that_fail.py, line 10)")
+    assert raised["evaluations[0].verifier.kind"] == "KeyError: True (parts_that_fail.py, line 22)"
+    assert raised["callbacks[0].kind"].startswith("TypeError: ")
+    assert (
+        raised["evaluations[1].data.transforms[0].kind"]
+        == "SystemExit: I leave (parts_that_fail.py, line 34)"
+    )

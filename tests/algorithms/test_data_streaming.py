@@ -16,8 +16,9 @@ from algorithms.data.rendering import render_rows, to_datum
 from algorithms.data.spool import Lazy
 from algorithms.distilling import Distilling
 from algorithms.experiment import Experiment
-from algorithms.opening import open_live_run
+from algorithms.opening import check_continues, open_live_run
 from algorithms.run import LiveRun
+from algorithms.stages import StagedExperiment
 from backends.base import SavedState
 from backends.errors import UserError
 from backends.storage.run_store import RunStore
@@ -102,9 +103,26 @@ def sampled_spec(path: Path, streaming: bool, kind: str) -> Experiment:
     shared = {"batch_size": 2, "max_steps": 5, "save_every": 2, "learning_rate": 0.05}
     return experiment(
         data=data,
-        algorithm={"kind": kind, "params": shared | SAMPLED[kind]},
+        algorithm={"kind": kind, "params": shared | SAMPLED.get(kind, {})},
         backend={"kind": "mock"},
     )
+
+
+async def opened(store: Path, rows: Path, kind: str, streaming: bool) -> LiveRun:
+    return await open_live_run(sampled_spec(rows, streaming, kind), RunStore(str(store), "run"))
+
+
+async def trained(run: LiveRun, *marks: int) -> list[dict[str, float]]:
+    """The run's rows, without times, once it has come from each of the marks to the next."""
+    for start, stop in pairwise(marks):
+        await run.run_segment(run, start, stop)
+        await run.settle()
+    await run.cancel()
+    await run.backend.aclose()
+    return [
+        {name: value for name, value in row.items() if not name.startswith("time/")}
+        for row in run.store.metrics()
+    ]
 
 
 @pytest.mark.parametrize("kind", SAMPLED)
@@ -127,26 +145,47 @@ async def test_sampled_batches_are_the_same_bits(kind: str, asked: Path) -> None
 
 @pytest.mark.parametrize("kind", SAMPLED)
 async def test_a_sampled_run_resumes_exactly(kind: str, asked: Path, tmp_path: Path) -> None:
-    async def opened(name: str, streaming: bool) -> LiveRun:
-        spec = sampled_spec(asked, streaming, kind)
-        return await open_live_run(spec, RunStore(str(tmp_path / name), "run"))
-
-    async def trained(run: LiveRun, *marks: int) -> list[dict[str, float]]:
-        for start, stop in pairwise(marks):
-            await run.run_segment(run, start, stop)
-            await run.settle()
-        await run.cancel()
-        await run.backend.aclose()
-        return [
-            {name: value for name, value in row.items() if not name.startswith("time/")}
-            for row in run.store.metrics()
-        ]
-
-    whole = await trained(await opened("whole", False), 0, 2, 4, 5)
-    await trained(await opened("cut", True), 0, 2)
-    again = await opened("cut", True)
+    whole = await trained(await opened(tmp_path / "whole", asked, kind, False), 0, 2, 4, 5)
+    await trained(await opened(tmp_path / "cut", asked, kind, True), 0, 2)
+    again = await opened(tmp_path / "cut", asked, kind, True)
     assert again.plan.first_step == 2
     assert await trained(again, 2, 4, 5) == whole
+
+
+@pytest.mark.parametrize("kind", ["mock_sft", "rl"])
+async def test_a_run_that_was_cut_off_in_memory_goes_on_from_disk(
+    kind: str, asked: Path, tmp_path: Path
+) -> None:
+    whole = await opened(tmp_path / "whole", asked, kind, False)
+    lineage, rows = whole.kept.lineage, await trained(whole, 0, 2, 4, 5)
+    await trained(await opened(tmp_path / "cut", asked, kind, False), 0, 2)
+    again = await opened(tmp_path / "cut", asked, kind, True)
+    assert again.context.dataset.on_disk
+    assert again.plan.first_step == 2
+    assert again.kept.lineage == lineage
+    assert await trained(again, 2, 4, 5) == rows
+
+
+def test_a_stage_may_be_continued_from_disk(path: Path, tmp_path: Path) -> None:
+    def staged(streaming: bool, seed: int) -> StagedExperiment:
+        spec = spec_of(path, streaming).model_dump(mode="json")
+        first = {name: spec[name] for name in ("name", "data", "algorithm")}
+        second = first | {"name": "second"}
+        second["algorithm"] = {"kind": "mock_sft", "params": {"batch_size": seed}}
+        document = {"name": "s", "model": spec["model"], "stages": [first, second]}
+        return StagedExperiment.model_validate(document)
+
+    store = RunStore(tmp_path, "run")
+    store.begin(name="s", backend="mock", seed=0)
+    store.take_lease()
+    store.write_experiment(staged(False, 3).model_dump(mode="json"))
+    assert check_continues(store, staged(True, 3))
+    with pytest.raises(UserError) as refused:
+        check_continues(store, staged(True, 4))
+    (problem,) = refused.value.problems
+    assert problem.where == "stages[1].algorithm.params.batch_size"
+    with pytest.raises(UserError, match="stages: run 'run' was started with"):
+        check_continues(store, spec_of(path, True))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

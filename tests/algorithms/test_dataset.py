@@ -13,13 +13,14 @@ import pytest
 from algorithms.data.dataset import Dataset, load_dataset
 from algorithms.data.order import batch_rows, epoch_order, steps_per_epoch
 from algorithms.data.shapes import (
+    Row,
     expected_answer,
     prompt_problem,
     row_problem,
     supervised_problem,
 )
 from algorithms.data.sources import JsonlData, RowsData
-from backends.errors import UserError
+from backends.errors import Problem, UserError
 from tests.algorithms.samples import chat
 
 
@@ -109,6 +110,15 @@ def test_bad_rows_are_skipped_up_to_a_limit(
     with pytest.raises(UserError) as caught:
         load_dataset(JsonlData(path=path), check=row_problem)
     assert [problem.where for problem in caught.value.problems] == [f"{path}:2", f"{path}:5"]
+
+
+def test_a_check_that_fails_on_a_row_names_it(tmp_path: Path) -> None:
+    def check(row: Row, place: str) -> Problem | None:
+        return None if row["level"] else Problem(place, "has no level")
+
+    path = write(tmp_path / "rows.jsonl", json.dumps(chat("1", "2")))
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the check of rows raised KeyError"):
+        load_dataset(JsonlData(path=path)).without_bad(check)
 
 
 def test_nothing_but_bad_rows_is_refused(tmp_path: Path) -> None:

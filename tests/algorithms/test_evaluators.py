@@ -174,9 +174,10 @@ def test_a_resolved_evaluation_can_be_read_again() -> None:
     ],
 )
 def test_the_best_checkpoint_is_chosen_as_its_metric_says(best: dict[str, str], mode: str) -> None:
+    often = {"every": 2}
     known = parse_experiment(
         document(
-            evaluations=[HELD, HELD | {"name": "nll", "kind": "nll"}],
+            evaluations=[HELD | often, HELD | often | {"name": "nll", "kind": "nll"}],
             checkpoints={"keep_last": 2, "keep_best": best},
         )
     )
@@ -189,10 +190,11 @@ def test_the_best_checkpoint_is_chosen_as_its_metric_says(best: dict[str, str], 
     [
         ("final", "'final' is a test evaluation, and everything is chosen on validation"),
         ("hold", "'hold' is no evaluation of this experiment (they are: held)"),
+        ("held", "keep_best looks at held, which is evaluated at the end only: set its every"),
         ("optim/grad_norm", "set keep_best.mode to max or min"),
     ],
 )
-def test_a_choice_on_test_rows_or_without_a_direction_is_refused(metric: str, words: str) -> None:
+def test_a_choice_that_cannot_be_made_well_is_refused(metric: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         parse_experiment(
             document(

@@ -76,6 +76,12 @@ def test_a_batch_comes_back_to_the_last_bit() -> None:
             assert other.sparse_col_indices == tensor.sparse_col_indices
 
 
+def test_a_metric_that_is_no_number_comes_back_from_strict_json() -> None:
+    kept_batch = encode_batch(TrainingBatch([], "ppo", metrics={"a": float("nan"), "b": 1.0}))
+    assert b"NaN" not in kept_batch
+    assert str(decode_batch(kept_batch).metrics) == "{'a': nan, 'b': 1.0}"
+
+
 def test_a_batch_is_found_again_under_its_lineage_and_step_only(tmp_path: Path) -> None:
     results = Kept(store(tmp_path), Lineage.begin("this code"))
     assert results.read_batch(3) is None

@@ -146,6 +146,7 @@ def lacking() -> list[tuple[str, type, str]]:
         ("callbacks", Plain, "it does not derive from algorithms.callbacks.Callback"),
         ("environments", NoStep, "it does not define step"),
         ("environments", Plain, "it does not derive from"),
+        ("data", Plain, "it does not derive from algorithms.data.dataset.DataSource"),
         ("transforms", NoApply, "it does not define apply"),
         ("transforms", Plain, "algorithms.data.transforms.RowTransform or algorithms.data"),
     ]

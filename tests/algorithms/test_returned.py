@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import tinker
 import torch
 
-from algorithms.base import RunContext, TrainingBatch
+from algorithms.base import RunContext, RunResult, TrainingBatch
 from algorithms.data.dataset import load_dataset
+from algorithms.experiment import Experiment
 from algorithms.mock_sft import MockSFT
-from algorithms.returned import checked_batch, checked_loss, checked_metrics
-from backends.base import ModelOutput
-from backends.errors import UserError
+from algorithms.opening import open_live_run
+from algorithms.registry import ALGORITHMS
+from algorithms.returned import (
+    AlgorithmFailed,
+    checked_batch,
+    checked_loss,
+    checked_metrics,
+    hook,
+)
+from backends.base import Backend, ModelOutput
+from backends.errors import StateLostError, TransientError, UserError
+from backends.storage.run_store import RunStore
+from tasks.report import collect, render
 from tests.algorithms.samples import experiment, open_backend
 
 DATUM = tinker.Datum(model_input=tinker.ModelInput.from_ints([1, 2]), loss_fn_inputs={})
@@ -106,6 +119,13 @@ def test_batches_and_metrics_that_are_right_pass() -> None:
         checked_metrics(None, "step_metrics")
 
 
+async def run_of(spec: Experiment, store: Path) -> RunResult:
+    backend = await open_backend(spec)
+    dataset = load_dataset(spec.data)
+    context = RunContext("r", str(store), spec, dataset, backend, backend.get_tokenizer())
+    return await spec.algorithm.build().train(context)
+
+
 @pytest.mark.parametrize(
     ("where", "said"),
     [
@@ -128,10 +148,82 @@ async def test_a_run_ends_with_it(
     monkeypatch.setattr(MockSFT, "build_batch", build_batch)
     if where == "metrics":
         monkeypatch.setattr(MockSFT, "step_metrics", lambda *_: {"a": "b"})
-    spec = experiment(backend={"kind": "mock"}, store=str(tmp_path))
-    backend = await open_backend(spec)
-    dataset = load_dataset(spec.data)
-    context = RunContext("r", str(tmp_path), spec, dataset, backend, backend.get_tokenizer())
-    result = await spec.algorithm.build().train(context)
+    result = await run_of(experiment(backend={"kind": "mock"}, store=str(tmp_path)), tmp_path)
     assert result.status == "failed"
     assert said in str(result.error)
+
+
+# --- what it raises -----------------------------------------------------------------------------
+
+
+class Own(MockSFT):
+    """Fails somewhere, with a library's line behind its own."""
+
+    fails_in = ""
+    error: ClassVar[type[Exception]] = json.JSONDecodeError
+
+    def fail(self, where: str) -> None:
+        if where == self.fails_in and self.error is json.JSONDecodeError:
+            json.loads("{")
+        if where == self.fails_in:
+            raise self.error("away")
+
+    async def setup(self, ctx: RunContext, backend: Backend) -> None:
+        self.fail("setup")
+        await super().setup(ctx, backend)
+
+    async def build_batch(self, step_idx: int) -> TrainingBatch:
+        self.fail("build_batch")
+        return await super().build_batch(step_idx)
+
+    def step_metrics(self, step_idx: int, batch: TrainingBatch, fb_result: Any) -> dict[str, float]:
+        self.fail("step_metrics")
+        return super().step_metrics(step_idx, batch, fb_result) | {"none": float("nan")}
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[Experiment]:
+    ALGORITHMS.register("own", Own)
+    algorithm = {"kind": "own", "params": {"batch_size": 3}}
+    yield experiment(algorithm=algorithm, backend={"kind": "mock"}, store=str(tmp_path))
+    ALGORITHMS.forget("own")
+
+
+@pytest.mark.parametrize("name", ["setup", "build_batch", "step_metrics"])
+async def test_an_error_of_its_own_is_told_with_method_and_line(
+    name: str, own: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Own, "fails_in", name)
+
+    async def one_segment() -> None:
+        run = await open_live_run(own, RunStore(own.store, "live"))
+        await run.run_segment(run, 0, 3)
+
+    with pytest.raises(AlgorithmFailed) as failed:
+        await one_segment()
+    line = Own.fail.__code__.co_firstlineno + 2
+    words = f"Own.{name} raised JSONDecodeError: .* \\(test_returned.py, line {line}\\)"
+    assert re.fullmatch(words, str(failed.value))
+    assert isinstance(failed.value.__cause__, json.JSONDecodeError)
+    if name != "setup":
+        assert (await run_of(own, tmp_path)).error == str(failed.value)
+
+
+@pytest.mark.parametrize("error", [StateLostError, TransientError, ConnectionError, TimeoutError])
+def test_errors_that_waiting_or_a_checkpoint_may_mend_pass_as_they_are(
+    error: type[Exception],
+) -> None:
+    algorithm, raised = Own(MockSFT.Config()), error("away")
+    with pytest.raises(error) as passed, hook(algorithm, "build_batch"):
+        raise raised
+    assert passed.value is raised
+
+
+async def test_a_metric_that_is_no_number_is_null(own: Experiment, tmp_path: Path) -> None:
+    result = await run_of(own, tmp_path)
+    assert result.status == "completed"
+    assert "none" not in result.metrics
+    rows = [json.loads(line) for line in (tmp_path / "r/metrics.jsonl").open()]
+    assert [row["none"] for row in rows] == [None] * len(rows)
+    page = render(collect(RunStore(own.store, "r"), "completed", {}))
+    assert "nan" not in page.markdown

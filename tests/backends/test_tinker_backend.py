@@ -174,18 +174,55 @@ async def test_a_custom_loss_trains_like_the_servers_own(engine: EngineProcess) 
     np.testing.assert_allclose(results[0], results[1], rtol=1e-5)
 
 
-async def test_a_custom_loss_that_is_no_scalar_is_refused(engine: EngineProcess) -> None:
+MISTAKES: list[tuple[dict[str, Any], str, str]] = [
+    (
+        {"loss_fn": "no_such_loss"},
+        "loss_fn",
+        "there is no loss 'no_such_loss'; use one of cross_entropy, ",
+    ),
+    (
+        {"loss_fn": "ppo", "loss_fn_config": {"clip": 0.1}},
+        "loss_fn_config.clip",
+        "ppo has no such key; ",
+    ),
+    (
+        {"loss_fn": "ppo"},
+        "data[0].loss_fn_inputs.weights",
+        "ppo takes no such input; ",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loss", "where", "what"), MISTAKES)
+async def test_a_mistake_in_a_request_is_the_users(
+    loss: dict[str, Any], where: str, what: str, engine: EngineProcess
+) -> None:
     backend = await connect(TinkerBackend, engine.url, KEY, SPEC, None)
-    with pytest.raises(UserError, match="the loss has shape"):
-        await backend.forward_backward_custom_async(DATA, lambda output, data: output.logprobs)
+    with pytest.raises(UserError) as refused:
+        await backend.forward_backward_async(DATA, **loss)
+    (problem,) = refused.value.problems
+    assert problem.where == where
+    assert problem.what.startswith(what)
+    assert "self." not in problem.what
     await backend.aclose()
 
 
-async def test_a_mistake_in_a_request_is_the_users(engine: EngineProcess) -> None:
-    backend = await connect(TinkerBackend, engine.url, KEY, SPEC, None)
-    with pytest.raises(UserError, match="no_such_loss"):
-        await backend.forward_backward_async(DATA, loss_fn="no_such_loss")
-    await backend.aclose()
+@pytest.mark.parametrize(
+    ("answer", "where"), [("ForwardBackwardOutput", "loss_fn"), ("OptimStepResponse", "backend")]
+)
+async def test_another_servers_sentence_is_all_that_is_told(answer: str, where: str) -> None:
+    kept = f"for self.request_id='a:1' and expected type self.model_cls=<class 'tinker.{answer}'>"
+    failed = [
+        tinker.RequestFailedError(f"Request failed: not so {kept}", "a:1", category)
+        for category in (
+            tinker_types.RequestErrorCategory.User,
+            tinker_types.RequestErrorCategory.Server,
+        )
+    ]
+    mistake = house_error(failed[0])
+    assert isinstance(mistake, UserError)
+    assert mistake.problems == (Problem(where, "not so"),)
+    assert str(house_error(failed[1])) == "the server failed on a request: not so"
 
 
 async def test_a_refused_key_is_found_before_anything_is_made(

@@ -161,7 +161,8 @@ def test_a_run_that_fails_says_why_and_how_to_go_on(
     done = flowtune("run", config, "--run-id", "b", *kind, env=env, command=command)
     assert done.returncode == 1
     first, hint, where = done.stderr.splitlines()
-    assert first == "the run failed: RuntimeError: the disk is on fire"
+    raised = "BrokenSFT.build_batch raised RuntimeError: the disk is on fire (<string>, line 10)"
+    assert first == f"the run failed: {raised}"
     assert hint.startswith("    the checkpoint after step 4 is kept; to go on: ")
     assert hint.endswith(f"run {config} --set algorithm.kind=broken_sft --run-id b")
     log = Path(where.removeprefix("    the whole log: ")).read_text()
