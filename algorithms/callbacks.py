@@ -98,9 +98,10 @@ class Callback:
     """Base of all callbacks: override what is of interest. Steps are counted done, from 1.
 
     One that an experiment names is built from its `Config` before anything costly starts; then it
-    raises UserError if it cannot work on this machine. Methods run on the run's event loop, so what
-    takes long belongs in a thread. One that raises is told of in the log, and the run goes on
-    unless the experiment says `on_error: stop`.
+    raises UserError if it cannot work on this machine, with a field of its `Config`, or `kind`, as
+    the place: where the experiment has it is put before that. Methods run on the run's event loop,
+    so what takes long belongs in a thread. One that raises is told of in the log, and the run goes
+    on unless the experiment says `on_error: stop`.
     """
 
     Config: ClassVar[type[BaseModel]] = CallbackConfig

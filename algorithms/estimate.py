@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from algorithms.data.dataset import Dataset, load_dataset
-from algorithms.data.shapes import Row
+from algorithms.data.shapes import Row, is_text
 from algorithms.experiment import Experiment
 from algorithms.local.options import no_full_batch
 from algorithms.model_facts import (
@@ -207,7 +207,7 @@ def _lengths(dataset: Dataset, model: str, most: int | None) -> list[int] | None
 
 def _texts(row: Row) -> Iterator[str]:
     """All that a row says; a prompt twice where two answers to it are trained on."""
-    for name in TEXTS:
+    for name in ("text",) if is_text(row) else TEXTS:
         if name in row:
             twice = 2 if name == "prompt" and "rejected" in row else 1
             for _ in range(twice):

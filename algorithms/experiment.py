@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -86,9 +87,16 @@ class CallbackSection(Section):
     def build(self, where: str = "callback") -> Callback:
         """The callback. Raises UserError for one that cannot work on this machine.
 
-        `where` names the section if its `__init__` fails.
+        `where` names the section, and is put before the fields of its own that such an error names.
         """
-        callback: Callback = built(CALLBACKS, self.kind, self.params, where)
+        try:
+            callback: Callback = built(CALLBACKS, self.kind, self.params, where)
+        except UserError as error:
+            fields = {name: f"{where}.params.{name}" for name in type(self.params).model_fields}
+            fields["kind"] = f"{where}.kind"
+            raise UserError(
+                *(replace(p, where=fields.get(p.where, p.where)) for p in error.problems)
+            ) from error
         callback.stops_the_run = self.on_error == "stop"
         return callback
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -59,12 +60,12 @@ def _import(name: str) -> ModuleType:
         raise ValueError(f"{name} does not import: {import_error(error)}{looked}") from error
 
 
-def raised(error: BaseException, by: type) -> str:
-    """What a class's code raised, and the innermost line that is a user's and no library's.
+def raised(error: BaseException, by: type | Callable[..., Any]) -> str:
+    """What a class or function raised, and the innermost line that is a user's and no library's.
 
     As in `KeyError: 'here' (my_losses.py, line 12)`; without a line if none of theirs was come to.
     """
-    own = {_package(cls.__module__) for cls in by.__mro__} - {*_OURS, "builtins", "abc"}
+    own = _package(by.__module__ or "")  # an installed plug-in is its user's too
     walked = traceback.walk_tb(error.__traceback__)
     theirs = [(frame, line) for frame, line in walked if _is_theirs(frame, own)]
     words = f"{type(error).__name__}: {error}"
@@ -74,9 +75,11 @@ def raised(error: BaseException, by: type) -> str:
     return f"{words} ({Path(frame.f_code.co_filename).name}, line {line})"
 
 
-def _is_theirs(frame: FrameType, own: set[str]) -> bool:
+def _is_theirs(frame: FrameType, own: str) -> bool:
     package, file = _package(frame.f_globals.get("__name__", "")), frame.f_code.co_filename
-    return package in own or not (package in _OURS or file.startswith(("<", *_INSTALLED)))
+    if package in _OURS:
+        return False
+    return package == own or not file.startswith(("<", *_INSTALLED))
 
 
 def _package(module: str) -> str:

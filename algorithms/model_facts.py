@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import difflib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from backends.base import HUB_NAME
 from backends.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 """The shape of each weight, by name."""
 
 INDEX = "model.safetensors.index.json"
-HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
@@ -155,15 +154,24 @@ def weights_problems(source: str, where: str) -> list[Problem]:
 
 
 def model_problems(name: str, chat: bool, where: str = "model.name") -> list[Problem]:
-    """What is wrong with a model's name or the files of its folder; `chat` asks for a template."""
+    """What is wrong with a model's name or the files of its folder; `chat` asks for a template.
+
+    A hub name is left to who loads it. One without an owner (gpt2) may be a folder's too: it is
+    that where a folder of almost that name is here.
+    """
     folder = Path(name).expanduser()
     if folder.is_file():
         return [Problem(where, f"{name} is a file", "give the model's folder")]
     if not folder.is_dir():
-        owner = name.partition("/")[0]
-        if HUB_NAME.fullmatch(name) and not Path(owner).is_dir():
+        near = _nearest_folder(folder)
+        owner, slash, _ = name.partition("/")
+        meant = Path(owner).is_dir() if slash else near is not None  # a folder, wrongly written
+        if HUB_NAME.fullmatch(name) and not meant:
             return []
-        return [Problem(where, f"there is no folder {name}", _nearest_folder(folder))]
+        remedy = _either() if near is None else f"did you mean {near}?"
+        if near is not None and not slash:
+            remedy += " a hub name has its owner before it, as openai-community/gpt2"
+        return [Problem(where, f"there is no folder {name}", remedy)]
     problems = []
     if not (folder / "config.json").is_file():
         problems.append(Problem(where, f"{name} has no config.json", "is this a model's folder?"))
@@ -205,12 +213,15 @@ def _has_template(folder: Path) -> bool:
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
-def _nearest_folder(folder: Path) -> str:
+def _nearest_folder(folder: Path) -> Path | None:
+    """A folder beside this one that has almost its name."""
     parent = folder.parent
     names = [entry.name for entry in parent.iterdir() if entry.is_dir()] if parent.is_dir() else []
     near = difflib.get_close_matches(folder.name, names, n=1)
-    if near:
-        return f"did you mean {parent / near[0]}?"
+    return parent / near[0] if near else None
+
+
+def _either() -> str:
     return (
         f"give a folder, relative to the working directory ({Path.cwd()}), or a hub name such as "
         "Qwen/Qwen3-0.6B"

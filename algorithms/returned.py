@@ -7,10 +7,8 @@ taken for the backend's, and tried again.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from algorithms.base import BaseAlgorithm, TrainingBatch
@@ -84,11 +82,8 @@ def checked_loss(loss_fn: LossCallable) -> LossCallable:
         except UserError:
             raise
         except Exception as error:
-            inside = traceback.extract_tb(error.__traceback__)[1:2]  # empty if it was never begun
-            line = "".join(f" ({Path(at.filename).name}, line {at.lineno})" for at in inside)
-            words = f"it raised {type(error).__name__}: {error}{line}"
             remedy = "it is called as loss_fn(model_output, data) and returns one number"
-            raise _wrong("loss_fn", words, remedy) from error
+            raise _wrong("loss_fn", f"it raised {raised(error, loss_fn)}", remedy) from error
         _check_value(loss)
         for row, logprobs in enumerate(model_output.logprobs_per_datum):
             if logprobs.requires_grad:

@@ -130,7 +130,7 @@ class LiveRun:
     _sampler_uri: str | None = None
     _flushed: float = field(default_factory=time.monotonic)
     _step_ended: float = field(default_factory=time.monotonic)
-    _failed: set[tuple[int, str]] = field(default_factory=set)
+    _failed: set[tuple[int, str, type[Exception]]] = field(default_factory=set)
     _stopped_by: CallbackFailed | None = None
 
     def __post_init__(self) -> None:
@@ -652,8 +652,9 @@ class LiveRun:
         except Exception as error:
             words = f"callback {type(callback).__name__} failed in {event}"
             # The same again at each step is for the log file only.
-            again = (id(callback), event) in self._failed
-            self._failed.add((id(callback), event))
+            failure = (id(callback), event, type(error))
+            again = failure in self._failed
+            self._failed.add(failure)
             logger.log(logging.WARNING if again else logging.ERROR, words, exc_info=error)
             if callback.stops_the_run and self._stopped_by is None:
                 self._stopped_by = CallbackFailed(f"{words}: {type(error).__name__}: {error}")

@@ -8,6 +8,7 @@ SDK's own types; nothing here imports torch or the SDK at run time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,6 +140,10 @@ class Backend(Protocol):
         ...
 
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
+"""What the hub calls a model: by its owner, or without one, as gpt2 and others of its first."""
+
+
 class ModelSpec(BaseModel):
     """Which model is trained, and how large its adapter is."""
 
@@ -172,6 +177,12 @@ class BackendParams(BaseModel):
     def weights_problems(self, source: str, where: str) -> list[Problem]:
         """Why a checkpoint (a folder, or an address) cannot be loaded there, whatever it holds."""
         return []
+
+
+def held_elsewhere(reader: str, uri: str | None, where: str) -> Problem:
+    """What to say of weights at a server, to a backend that has none but those in folders."""
+    remedy = "give the folder of a checkpoint, or train on the server that holds it"
+    return Problem(where, f"{reader} cannot read {uri}", remedy)
 
 
 class BackendKind(Protocol):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from backends.base import BackendParams, ModelSpec, SamplingClient, SavedState
+from backends.base import BackendParams, ModelSpec, SamplingClient, SavedState, held_elsewhere
 from backends.errors import FlowtuneError, Problem, StateLostError, UserError
 from backends.tinker import (
     Server,
@@ -61,9 +61,7 @@ class EmbeddedParams(BackendParams):
         """An engine is new with each run, and holds no weights yet."""
         if not source.startswith("tinker://"):
             return []
-        what = f"an embedded engine cannot read {source}"
-        remedy = "give the folder of a checkpoint, or train on the server that holds it"
-        return [Problem(where, what, remedy)]
+        return [held_elsewhere("an embedded engine", source, where)]
 
 
 class EngineProcess:
@@ -372,13 +370,7 @@ def _bring(store: Path, state: SavedState) -> SavedState:
     from backends.engine.checkpoints import import_folder
 
     if state.folder is None:
-        raise UserError(
-            Problem(
-                "model.init_from",
-                f"an embedded engine cannot read {state.uri}",
-                "give the folder of a checkpoint, or train on the server that holds it",
-            )
-        )
+        raise UserError(held_elsewhere("an embedded engine", state.uri, "model.init_from"))
     uri = import_folder(store, "start", state.folder)
     return SavedState(uri, None, state.optimizer)
 

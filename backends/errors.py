@@ -25,6 +25,11 @@ class Problem:
         return f"{self.where}: {self.what}" + (f"\n    -> {self.remedy}" if self.remedy else "")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says; the name of its kind if it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 class FlowtuneError(Exception):
     """Base of every error this project raises on purpose."""
 

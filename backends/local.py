@@ -11,7 +11,6 @@ import asyncio
 import copy
 import importlib.util
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,8 +19,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
 from pydantic import Field
 
-from backends.base import BackendParams, ModelSpec, SamplingClient, SavedState, Tokenizer
-from backends.errors import Problem, UserError
+from backends.base import (
+    HUB_NAME,
+    BackendParams,
+    ModelSpec,
+    SamplingClient,
+    SavedState,
+    Tokenizer,
+    held_elsewhere,
+)
+from backends.errors import Problem, UserError, first_line
 from backends.local_layers import ADAPTER, adapted_layers, add_adapter
 from backends.local_sampling import LiveSamplingClient
 from backends.local_state import read_state, write_state
@@ -34,7 +41,6 @@ if TYPE_CHECKING:
     from backends.base import Backend, ForwardBackwardResult, LossCallable, OptimStepResult
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 
 
 class LocalParams(BackendParams):
@@ -54,6 +60,12 @@ class LocalParams(BackendParams):
         ge=1,
         description="Processes that share each step, through accelerate; one GPU each on CUDA.",
     )
+
+    def weights_problems(self, source: str, where: str) -> list[Problem]:
+        """The model is in this process, and reads files only."""
+        if not source.startswith("tinker://"):
+            return []
+        return [held_elsewhere("a local run", source, where)]
 
 
 class LocalBackend:
@@ -78,6 +90,8 @@ class LocalBackend:
         self.resumed: Any = None
         """The same of the checkpoint that the run goes on from; None for a fresh start."""
         self._resumed_weights: Mapping[str, torch.Tensor] = {}
+        self.at_close: list[Callable[[], object]] = []
+        """What else is to end with it; to be called from any thread, and more than once."""
         self._scratch = tempfile.TemporaryDirectory(prefix="flowtune-local-")
         self.longest = _context(model.config, tokenizer)
         """Tokens of a sequence that the model reads, at most."""
@@ -89,8 +103,7 @@ class LocalBackend:
         if state is None:
             return
         if state.folder is None:
-            what = f"a local run cannot read {state.uri}"
-            raise UserError(Problem("model.init_from", what, "give the folder of a checkpoint"))
+            raise UserError(held_elsewhere("a local run", state.uri, "model.init_from"))
         self.load_weights(state.folder)
         if state.optimizer:
             self.resumed = read_state(state.folder)
@@ -200,7 +213,9 @@ class LocalBackend:
         """Nothing: saved states leave the scratch folder when they are exported."""
 
     async def aclose(self) -> None:
-        """Remove the scratch folder. Safe to call twice."""
+        """End what belongs to it and remove the scratch folder. Safe to call twice."""
+        for end in self.at_close:
+            await asyncio.to_thread(end)
         await asyncio.to_thread(self._scratch.cleanup)
 
     # -- what only a backend with steps of its own has -------------------------------------------
@@ -254,12 +269,14 @@ class LocalKind:
                 _device(params, rank=0)
             except UserError as error:
                 problems.extend(error.problems)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
             problems.append(
                 Problem(
                     "backend.params.num_processes",
-                    "a launcher (torchrun, accelerate launch) started this run several times",
-                    "start it once, by `flowtune run`, and say here how many processes it may have",
+                    f"WORLD_SIZE is {size!r} in the environment, as where a launcher (torchrun, "
+                    "accelerate launch) starts a run several times",
+                    "start it once, by `flowtune run` without WORLD_SIZE, and say here how many "
+                    "processes it may have",
                 )
             )
         return problems
@@ -315,7 +332,8 @@ def _device(params: LocalParams, rank: int) -> str:
     several = {"cuda": torch.cuda.device_count(), "mps": 1}.get(device, params.num_processes)
     if params.num_processes > several:
         what = f"there are {params.num_processes} processes, and {several} {device} device(s)"
-        raise UserError(Problem("backend.params.num_processes", what, f"take {several} at most"))
+        remedy = f"take {several} at most" + (", or device: cpu" if device == "mps" else "")
+        raise UserError(Problem("backend.params.num_processes", what, remedy))
     return f"cuda:{rank}" if device == "cuda" else device
 
 
@@ -342,7 +360,7 @@ def _load(name: str, dtype: torch.dtype) -> tuple[Any, Tokenizer]:
         part = f"the tokenizer of {name}"
         tokenizer = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError, SafetensorError) as error:
-        words = f"{part} cannot be loaded: {str(error).strip().splitlines()[0]}"
+        words = f"{part} cannot be loaded: {first_line(error)}"
         raise _unfit(words) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # made without a file, of some kinds
         raise _unfit(f"{part} has no words")

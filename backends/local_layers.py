@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 from backends.base import ModelSpec
-from backends.errors import Problem, UserError
+from backends.errors import Problem, UserError, first_line
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,12 +45,14 @@ def add_adapter(model: nn.Module, spec: ModelSpec) -> Any:
         task_type="CAUSAL_LM",
         fan_in_fan_out=any(isinstance(model.get_submodule(path), Conv1D) for path in wanted),
     )
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    device = next(model.parameters()).device
+    drawing = [device] if device.type == "cuda" else []  # left to itself torch forks every GPU's
+    with torch.random.fork_rng(drawing), warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # PEFT asks by a name that is on its way out
         try:
             adapted = get_peft_model(model, config, adapter_name=ADAPTER)
         except ValueError as error:
-            what = f"{spec.name} gets no adapter from PEFT: {str(error).splitlines()[0]}"
+            what = f"{spec.name} gets no adapter from PEFT: {first_line(error)}"
             raise UserError(Problem("model.name", what, "take another model")) from error
     prefix = "base_model.model."
     got = {path.removeprefix(prefix) for path, _ in adapted_layers(adapted)}

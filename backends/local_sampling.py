@@ -132,8 +132,8 @@ class LiveSamplingClient:
                 for request, given in self._score(scored[start : start + ROWS_SCORED_AT_ONCE])
             }
             rows = [row for request in batch for row in self._rows(request)]
-            for start in range(0, len(rows), ROWS_AT_ONCE):
-                self._decode(rows[start : start + ROWS_AT_ONCE])
+            for together in _batches(rows, self._longest):
+                self._decode(together)
         answers = []
         left = iter(rows)
         for request in batch:
@@ -244,6 +244,22 @@ class LiveSamplingClient:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)
         device = self._model.device
         return ids.to(device), mask.to(device), positions.to(device)
+
+
+def _batches(rows: list[_Row], longest: int) -> Iterator[list[_Row]]:
+    """Rows to be decoded together, which take no more places side by side than the model has.
+
+    A row that has ended takes places until all have, and one with a short prompt those of the
+    longest.
+    """
+    batch: list[_Row] = []
+    for row in sorted(rows, key=lambda row: len(row.prompt)):
+        places = len(row.prompt) + max(other.max_tokens for other in [*batch, row])
+        if len(batch) == ROWS_AT_ONCE or (batch and places > longest):
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
 
 
 def _stops(params: tinker_types.SamplingParams) -> list[Any]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from backends.base import Tokenizer
-from backends.errors import Problem, UserError
+from backends.errors import Problem, UserError, first_line
 
 
 @lru_cache(maxsize=4)
@@ -23,7 +23,10 @@ def load_tokenizer(model_name: str) -> Tokenizer:
             if folder.is_dir()
             else "give a folder that is there, or a hub name such as Qwen/Qwen3-0.6B"
         )
-        first_line = str(error).strip().splitlines()[0]
         raise UserError(
-            Problem("model.name", f"no tokenizer found under {model_name!r}: {first_line}", remedy)
+            Problem(
+                "model.name",
+                f"no tokenizer found under {model_name!r}: {first_line(error)}",
+                remedy,
+            )
         ) from error

@@ -17,7 +17,7 @@ from algorithms.callbacks import Callback
 from algorithms.experiment import Experiment
 from algorithms.opening import reopen_live_run
 from algorithms.run import LiveRun, RunStopped
-from backends.errors import StateLostError, TransientError
+from backends.errors import StateLostError, TransientError, first_line
 from tasks import session
 from tasks.open_run import RunHandle, handle_of, open_run
 from tasks.policies import policy
@@ -53,7 +53,7 @@ class Recovery(Callback):
             except RECOVERABLE as error:
                 cause = error
                 wait_seconds = self._spend(cause)
-                words = words_of(cause)
+                words = first_line(cause)
                 get_run_logger().warning("run %s is not open yet: %s", self._run_id, words)
                 session.notify(self._run_id, f"lost: {words}; opening the run again")
                 await asyncio.sleep(wait_seconds)
@@ -62,7 +62,7 @@ class Recovery(Callback):
             run.callbacks.append(self)
             run.recoveries = self._total
             if cause is not None:
-                _emit(run, words_of(cause))
+                _emit(run, first_line(cause))
         return handle
 
     async def after(self, cause: Exception) -> RunHandle:
@@ -73,7 +73,7 @@ class Recovery(Callback):
         while True:
             wait_seconds = self._spend(cause)
             try:
-                return await reopen_run(self._run_id, self._total, words_of(cause), wait_seconds)
+                return await reopen_run(self._run_id, self._total, first_line(cause), wait_seconds)
             except RECOVERABLE as error:
                 cause = error
 
@@ -122,9 +122,3 @@ def _emit(run: LiveRun, cause: str) -> None:
         resource={"prefect.resource.id": f"flowtune.run.{name}", "prefect.resource.name": name},
         payload={"cause": cause, "step": run.plan.first_step, "recoveries": run.recoveries},
     )
-
-
-def words_of(cause: Exception) -> str:
-    """The first line of what went wrong, with its kind where that says more."""
-    words = str(cause).strip().splitlines()
-    return words[0] if words else type(cause).__name__

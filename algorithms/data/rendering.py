@@ -44,7 +44,7 @@ from algorithms.data.shapes import (
 )
 from algorithms.data.spool import Lazy
 from backends.base import Tokenizer
-from backends.errors import Problem, UserError
+from backends.errors import Problem, UserError, first_line
 
 if TYPE_CHECKING:
     import tinker
@@ -579,10 +579,9 @@ def _merged(turn: _Turn, place: str) -> Problem:
 
 
 def _refused(error: Exception, place: str) -> Problem:
-    first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return Problem(
         place,
-        f"the model's chat template refuses the row: {first_line}",
+        f"the model's chat template refuses the row: {first_line(error)}",
         "bring the turns into the order that the template wants",
     )
 

@@ -33,6 +33,9 @@ Message = dict[str, Any]
 SHAPES = frozenset({"messages", "prompt", "completion", "chosen", "rejected", "input_ids"})
 """The columns that tell what shape a row has; without any of them it may be `text`."""
 
+UNPAIRED = frozenset({"prompt", "completion", "label"})
+"""TRL's unpaired preference: beside further columns a label is one like any."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool")
 EXAMPLE_ROW = (
     '{"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}'
@@ -208,9 +211,10 @@ def scored_problem(row: Row, place: str) -> Problem | None:
         text = row["text"]
         good = isinstance(text, str) and text
         return None if good else Problem(place, f"text is {shown(text)}", "give the text to learn")
-    if row.get("label") is False and "completion" in row:
+    if row.keys() == UNPAIRED and str(row["label"]).lower() == "false":  # csv has it as text
         what = "label is false: an unpaired preference, and no example to learn from"
-        return Problem(place, what, "keep the others by a filter, or pair it for kind: dpo")
+        remedy = "keep the others by a filter, or rename the column if it says something else"
+        return Problem(place, what, remedy)
     return row_problem(row, place)
 
 

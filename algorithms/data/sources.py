@@ -19,7 +19,7 @@ from pydantic import ConfigDict, Field, JsonValue, field_validator
 from algorithms.data.dataset import DataSource, Record
 from algorithms.data.files import matching_files, opened
 from algorithms.data.shapes import EXAMPLE_ROW, Row, shown
-from backends.errors import Problem, UserError
+from backends.errors import Problem, UserError, first_line
 
 if TYPE_CHECKING:
     import datasets
@@ -387,11 +387,11 @@ class HuggingFaceData(StreamedSource):
             except FileNotFoundError:
                 what = f"{self.name} is not in the cache, and the hub cannot be reached"
                 remedy = "see to the network, HF_ENDPOINT and HF_HUB_OFFLINE"
-                problem = Problem(f"{where}.name", f"{what} ({_first_line(error)})", remedy)
+                problem = Problem(f"{where}.name", f"{what} ({first_line(error)})", remedy)
                 raise UserError(problem) from error
 
     def _not_loaded(self, error: Exception, where: str) -> Problem:
-        words = _first_line(error.__cause__ or error)
+        words = first_line(error.__cause__ or error)
         if words.startswith(("Unknown split", "Unrecognized instruction format")):
             return Problem(f"{where}.split", words, "take one of its splits, such as train[:1000]")
         if words.startswith("BuilderConfig"):
@@ -415,10 +415,6 @@ class HuggingFaceData(StreamedSource):
             remedy = f"its splits are {', '.join(saved)}"
             raise UserError(Problem(f"{where}.split", what, remedy))
         return saved[self.split]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def _is_saved(folder: Path) -> bool:

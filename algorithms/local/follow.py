@@ -7,21 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
+import traceback
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 from algorithms.base import RunContext
 from algorithms.data.dataset import load_dataset
-from algorithms.experiment import Experiment, parse_experiment
+from algorithms.experiment import parse_experiment
 from algorithms.local.algorithm import LocalAlgorithm
 from algorithms.local.processes import Follower, Told, joined, write_problems
 from backends.base import SavedState
 from backends.child import Announcer, leave, when_parent_ends
 from backends.errors import Problem, UserError
-from backends.local import LocalBackend, LocalParams, open_local
+from backends.local import LocalParams, open_local
 
 
 async def follow(folder: Path, rank: int, announce: Announcer) -> None:
@@ -30,48 +30,39 @@ async def follow(folder: Path, rank: int, announce: Announcer) -> None:
     experiment = parse_experiment(told.experiment)
     algorithm = experiment.algorithm.build()
     assert isinstance(algorithm, LocalAlgorithm)
-    context, backend = await asyncio.to_thread(_opened, told, experiment, folder, rank)
-    try:
-        await algorithm.setup(context, backend)
-        announce(event="ready")
-        events = asyncio.get_running_loop()
-        loop = Follower(told.first_step, algorithm.total_steps, events)
-        await asyncio.to_thread(_take_steps, algorithm, loop, folder, backend)
-    finally:
-        await backend.aclose()
-
-
-def _opened(
-    told: Told, experiment: Experiment, folder: Path, rank: int
-) -> tuple[RunContext, LocalBackend]:
-    """The rows and the model, as the leader has them."""
-    dataset = load_dataset(experiment.data, "data", experiment.algorithm.build().check_row)
+    dataset = await asyncio.to_thread(load_dataset, experiment.data, "data", algorithm.check_row)
     if dataset.fingerprint != told.data_fingerprint:
         what = "the rows are not those that the run's own process has read"
         raise UserError(Problem("data", what, "leave the files alone, and start the run again"))
     params = experiment.backend.params
     assert isinstance(params, LocalParams)
-    backend = open_local(params, experiment.model_spec(), SavedState(None, folder), rank)
+    start = SavedState(None, folder)
+    backend = await asyncio.to_thread(open_local, params, experiment.model_spec(), start, rank)
     tokenizer = backend.get_tokenizer()
-    context = RunContext(told.run_id, told.run_uri, experiment, dataset, backend, tokenizer)
-    return context, backend
+    context = RunContext(told.run_id, told.output_dir, experiment, dataset, backend, tokenizer)
+    try:
+        await algorithm.setup(context, backend)
+        announce(event="ready")
+        events = asyncio.get_running_loop()
 
+        def take_steps() -> None:
+            with joined(folder, backend) as words:
+                steps = (told.first_step, algorithm.total_steps)
+                algorithm.take_steps(Follower(*steps, events, words))
 
-def _take_steps(
-    algorithm: LocalAlgorithm, loop: Follower, folder: Path, backend: LocalBackend
-) -> None:
-    with joined(folder, backend):
-        algorithm.take_steps(loop)
+        await asyncio.to_thread(take_steps)
+    finally:
+        await backend.aclose()
 
 
 def _abandon(folder: Path) -> None:
-    """The leader is gone: clean up for it, and go; a collective operation cannot be told to."""
-    shutil.rmtree(folder, ignore_errors=True)
-    os._exit(1)
+    """The leader is gone: become what cleans up after it; other threads cannot be told to end."""
+    clean_up = "import shutil, sys; shutil.rmtree(sys.argv[1], ignore_errors=True)"
+    os.execv(sys.executable, [sys.executable, "-c", clean_up, str(folder)])
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Follow; returns the exit code: 0 at the end of the steps, 2 for a user's mistake."""
+    """Follow; returns the exit code: 0 at the end of the steps, 2 for a user's mistake, 1 else."""
     folder, rank = Path(arguments[0]), int(arguments[1])
     announce = Announcer(wanted=True)
     when_parent_ends(partial(_abandon, folder))
@@ -80,6 +71,9 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         write_problems(folder, rank, error.problems)
         return 2
+    except Exception:  # noqa: BLE001  (the leader reads it, and waits no longer than it has to)
+        traceback.print_exc()
+        return 1
     return 0
 
 

@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from algorithms.base import BaseAlgorithmConfig
-from backends.errors import Problem, UserError
+from backends.errors import Problem, UserError, first_line
 
 Refusals = Mapping[str, tuple[str, ...]]
 """Options that cannot be set, by why."""
@@ -274,9 +274,8 @@ def blamed_on(
     except errors as error:
         if not trainer or not untried():
             raise
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         remedy = f"leave them out one by one: {', '.join(trainer)}"
-        raise UserError(Problem("algorithm.params.trainer", first_line, remedy)) from error
+        raise UserError(Problem("algorithm.params.trainer", first_line(error), remedy)) from error
 
 
 def no_full_batch(rows: int, batch_size: int) -> Problem:

@@ -21,22 +21,31 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from algorithms.base import RunContext, StepLoop, Transcript
 from algorithms.local.randomness import random_state
 from backends.errors import FlowtuneError, Problem, StateLostError, UserError
 from backends.local import LocalBackend
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
 
 STOP_SECONDS = 5.0
-"""How long a process may take to end, or to be seen to have ended."""
+"""How long a process may take to end by itself, or to be seen to have ended."""
+
+SEEN_SECONDS = 0.2
+"""How long after a process has ended this one has surely seen it."""
 
 LOG_LINES_SHOWN = 15
 
-NO_LIMIT = timedelta(days=30)
-"""The others wait inside torch.distributed while the leader evaluates, however long that takes."""
+STEP_LIMIT = timedelta(minutes=30)
+"""How long one process may be behind another within a step, and when they meet."""
+
+EVALUATION_LIMIT = timedelta(days=30)
+"""How long the others wait for the leader's word: it evaluates and saves meanwhile."""
 
 
 class Word(IntEnum):
@@ -53,11 +62,11 @@ class Word(IntEnum):
 class Leader:
     """The loop of the process that has the run: what is decided here, all processes do."""
 
-    def __init__(self, loop: StepLoop, num_processes: int) -> None:
+    def __init__(self, loop: StepLoop, words: ProcessGroup | None) -> None:
         self.first_step = loop.first_step
         self.total_steps = loop.total_steps
         self._loop = loop
-        self._num_processes = num_processes
+        self._words = words
 
     def begins(self) -> None:
         """See `StepLoop`."""
@@ -75,32 +84,37 @@ class Leader:
 
     def random_states(self) -> list[dict[str, Any]]:
         """Where the random generators of every process stand; to be asked between two steps."""
-        if self._num_processes == 1:
+        if self._words is None:
             return [random_state()]
         from torch.distributed import gather_object
 
         self._say(Word.GIVE_RANDOM_STATE)
-        states: list[Any] = [None] * self._num_processes
-        gather_object(random_state(), states)
+        states: list[Any] = [None] * self._words.size()
+        gather_object(random_state(), states, group=self._words)
         return states
 
     def _say(self, word: Word) -> None:
-        if self._num_processes > 1:
+        if self._words is not None:
             import torch
             from torch.distributed import broadcast
 
-            broadcast(torch.tensor([word]), src=0)
+            broadcast(torch.tensor([word]), src=0, group=self._words)
 
 
 class Follower:
     """The loop of every other process: it has the same rows, and waits for the leader's word."""
 
     def __init__(
-        self, first_step: int, total_steps: int, events: asyncio.AbstractEventLoop
+        self,
+        first_step: int,
+        total_steps: int,
+        events: asyncio.AbstractEventLoop,
+        words: ProcessGroup,
     ) -> None:
         self.first_step = first_step
         self.total_steps = total_steps
         self._events = events
+        self._words = words
 
     def begins(self) -> None:
         """See `StepLoop`: the leader keeps the time."""
@@ -110,7 +124,7 @@ class Follower:
         from torch.distributed import gather_object
 
         while (word := self._heard()) is Word.GIVE_RANDOM_STATE:
-            gather_object(random_state())
+            gather_object(random_state(), group=self._words)
         return word is Word.GO_ON
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:
@@ -126,7 +140,7 @@ class Follower:
         from torch.distributed import broadcast
 
         word = torch.tensor([Word.STOP])
-        broadcast(word, src=0)
+        broadcast(word, src=0, group=self._words)
         return Word(int(word))
 
 
@@ -137,8 +151,10 @@ class Follower:
 class Told:
     """What another process is to train, beside the weights that it starts from."""
 
+    FILE: ClassVar[str] = "run.json"
+
     run_id: str
-    run_uri: str
+    output_dir: str
     experiment: dict[str, Any]
     data_fingerprint: str
     first_step: int
@@ -163,28 +179,34 @@ class Told:
         """Put it where the others look."""
         (folder / self.FILE).write_text(json.dumps(asdict(self)), encoding="utf-8")
 
-    FILE: ClassVar[str] = "run.json"
-
 
 # --- joining ------------------------------------------------------------------------------------
 
 
 @contextmanager
-def joined(folder: Path, backend: LocalBackend) -> Iterator[None]:
-    """Be one of the processes that share the steps; they meet in the folder. Blocks."""
+def joined(folder: Path, backend: LocalBackend) -> Iterator[ProcessGroup]:
+    """Be one of the processes that share the steps; they meet in the folder. Blocks.
+
+    Gives what the leader's words go through.
+    """
     import torch.distributed as dist
 
-    carriers = "cpu:gloo,cuda:nccl" if backend.model.device.type == "cuda" else "gloo"
-    store = dist.FileStore(str(folder / "meeting"), backend.num_processes)
-    dist.init_process_group(
-        carriers,
-        store=store,
-        rank=backend.rank,
-        world_size=backend.num_processes,
-        timeout=NO_LIMIT,
-    )
+    loopback = {"linux": "lo", "darwin": "lo0"}.get(sys.platform)  # a hostname may lead nowhere
+    with _environment({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}):
+        dist.init_process_group(
+            "nccl" if backend.model.device.type == "cuda" else "gloo",
+            store=dist.FileStore(str(folder / "meeting"), backend.num_processes),
+            rank=backend.rank,
+            world_size=backend.num_processes,
+            timeout=STEP_LIMIT,
+        )
+        try:
+            words = dist.new_group(backend="gloo", timeout=EVALUATION_LIMIT)
+        except BaseException:
+            dist.destroy_process_group()
+            raise
     try:
-        yield
+        yield words
     finally:
         dist.destroy_process_group()
 
@@ -200,8 +222,15 @@ def announced(backend: LocalBackend) -> Iterator[None]:
     rank, size = str(backend.rank), str(backend.num_processes)
     told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     told["OMP_NUM_THREADS"] = str(torch.get_num_threads())  # else accelerate sets a number
+    with _environment(told):
+        yield
+
+
+@contextmanager
+def _environment(told: Mapping[str, str | None]) -> Iterator[None]:
+    """With these variables, those that have a value; afterwards all are as they were."""
     before = dict(os.environ)
-    os.environ.update(told)
+    os.environ.update({name: value for name, value in told.items() if value is not None})
     try:
         yield
     finally:
@@ -233,11 +262,13 @@ class Process:
         self.rank = rank
         self._folder = folder
         self._log = folder / f"{rank}.log"
+        # Threads of OpenMP that spin take the cores from the other processes. What a process that
+        # is killed leaves behind goes with the folder.
+        env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TMPDIR": str(folder)}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "algorithms.local.follow", str(folder), str(rank)],
-                # Threads of OpenMP that spin take the cores from the other processes.
-                env={"OMP_WAIT_POLICY": "PASSIVE", **os.environ},
+                env=env,
                 stdin=subprocess.PIPE,  # it ends when this pipe does, however the leader ended
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -255,9 +286,11 @@ class Process:
         if not self._process.stdout.readline():
             raise self.failure()
 
-    def wait_until_over(self) -> bool:
-        """Wait until it has ended; whether as it should."""
-        return self._process.wait() == 0
+    def wait_until_over(self, seconds: float | None = None) -> bool:
+        """Wait until it has ended, so long at most; whether it has, as it should."""
+        with suppress(subprocess.TimeoutExpired):
+            return self._process.wait(seconds) == 0
+        return False
 
     def failure(self) -> FlowtuneError:
         """Why it ended: a mistake that it found, or the end of its log."""
@@ -289,9 +322,10 @@ class Watch:
         for process in others:
             threading.Thread(target=self._look_at, args=(process,), daemon=True).start()
 
-    def cause(self) -> FlowtuneError | None:
-        """Why one of them ended, if that is what stopped the step; None if none did."""
-        return self._lost[0].failure() if self._ended.wait(STOP_SECONDS) else None
+    def check(self, seconds: float) -> None:
+        """Wait so long for one of them to be seen to have ended; raises why, if one has."""
+        if self._ended.wait(seconds):
+            raise self._lost[0].failure()
 
     def _look_at(self, process: Process) -> None:
         if process.wait_until_over():
@@ -301,8 +335,8 @@ class Watch:
         import torch.distributed as dist
 
         # NCCL would wait for it; gloo raises by itself.
-        if dist.is_initialized() and "nccl" in dist.get_backend_config():
-            dist.distributed_c10d._get_default_group().abort()
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.group.WORLD.abort()
 
 
 @contextmanager
@@ -311,27 +345,35 @@ def led(context: RunContext, backend: LocalBackend, loop: StepLoop) -> Iterator[
 
     Raises UserError for a mistake that one of them found, and StateLostError if one was lost.
     """
-    leader = Leader(loop, backend.num_processes)
     if backend.num_processes == 1:
-        yield leader
+        yield Leader(loop, None)
         return
     with tempfile.TemporaryDirectory(prefix="flowtune-processes-") as name, ExitStack() as stack:
         folder = Path(name)
         Told.by(context, loop).write(folder)
         backend.write_start(folder)
+        backend.at_close.append(stack.close)  # a run that is cancelled does not wait for them
         others = []
         for rank in range(1, backend.num_processes):
             others.append(Process(folder, rank))
             stack.callback(others[-1].stop)
+        watch = Watch(others)
         for process in others:
             process.wait_until_ready()
-        watch = Watch(others)
+        watch.check(SEEN_SECONDS)  # they have waited for each other, one of them perhaps in vain
         try:
-            with joined(folder, backend):
-                yield leader
-        except FlowtuneError:
+            with joined(folder, backend) as words:
+                yield Leader(loop, words)
+        except RuntimeError as error:
+            if _of_a_collective(error):
+                watch.check(STOP_SECONDS)
             raise
-        except Exception as error:
-            if (cause := watch.cause()) is not None:
-                raise cause from error
-            raise
+        for process in others:
+            process.wait_until_over(STOP_SECONDS)
+
+
+def _of_a_collective(error: RuntimeError) -> bool:
+    """Whether it may come of another process's end."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo" in str(error)

@@ -33,7 +33,7 @@ class CsvTables(Callback):
 
     def __init__(self, cfg: CsvConfig) -> None:
         """Raises UserError if the folder cannot be written."""
-        check_folder("callbacks.csv.folder", cfg.folder)
+        check_folder("folder", cfg.folder)
         self.cfg = cfg
 
     def on_start(self, plan: RunPlan) -> None:

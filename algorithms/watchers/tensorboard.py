@@ -37,7 +37,7 @@ class TensorBoard(Tracker):
     def __init__(self, cfg: TensorBoardConfig) -> None:
         """Raises UserError without the library, or if the folder cannot be written."""
         super().__init__(cfg)
-        check_folder("callbacks.tensorboard.folder", cfg.folder)
+        check_folder("folder", cfg.folder)
 
     def open(self, plan: RunPlan) -> int:
         """A new event file; what earlier ones hold of steps that are done again is struck out."""

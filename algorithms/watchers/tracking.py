@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from algorithms.callbacks import Callback, RunPlan
@@ -42,7 +44,7 @@ class Tracker(Callback, ABC):
         if importlib.util.find_spec(self.module) is None:
             raise UserError(
                 Problem(
-                    f"callbacks.{self.kind}",
+                    "kind",
                     f"the library {self.module} is not installed",
                     f"pip install 'flowtune[{self.kind}]'",
                 )
@@ -72,12 +74,17 @@ class Tracker(Callback, ABC):
         self._sent_to = self.open(plan)
         self._opened = True
         had = self._sent_to
+        before: list[Callable[[], None]] = []
         for row in plan.history.metrics():
             if row["step"] <= plan.first_step:
-                self._log_row(row)
+                before.append(partial(self._log_row, row))
         for row in plan.history.evaluations():
             if had < row["step"] <= plan.first_step or (not had and not row["step"]):
-                self._log_evaluation(row["name"], row["step"], row["metrics"])
+                scored = row["name"], row["step"], row["metrics"]
+                before.append(partial(self._log_evaluation, *scored))
+        with ExitStack() as stack:  # calls the last one first, and all of them if one raises
+            for send in reversed(before):
+                stack.callback(send)
 
     def _log_row(self, row: Mapping[str, float]) -> None:
         step = int(row["step"])
@@ -101,14 +108,18 @@ class Tracker(Callback, ABC):
     def on_start(self, plan: RunPlan) -> None:
         """Begin the run there; one that has been begun by this process goes on as it is.
 
-        A run that is to stop if this fails has to know before its first step.
+        A run that is to stop if this fails has to know before its first step, and nothing of it is
+        under way yet: then alone this waits, event loop and all. Raises TimeoutError if it takes
+        too long.
         """
         if self._worker is None:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix=f"tracker-{self.kind}")
             self._under_way.append(self._worker.submit(self._open, plan))
             if self.stops_the_run:
-                wait(self._under_way, OPEN_SECONDS)
+                late = wait(self._under_way, OPEN_SECONDS).not_done
                 self._raise_first_error()
+                if late:
+                    raise TimeoutError(f"{self.kind} did not begin its run in {OPEN_SECONDS:.0f} s")
 
     def on_step(self, row: Mapping[str, float]) -> None:
         """Send the row."""
@@ -119,20 +130,26 @@ class Tracker(Callback, ABC):
         self._later(self._log_evaluation, result.name, result.step, result.metrics)
 
     def on_end(self, result: RunResult) -> None:
-        """Send the rest, and end the run there. Raises TimeoutError if that takes too long."""
+        """Send the rest, and end the run there.
+
+        Raises TimeoutError if that takes too long, with an earlier error in its words and as cause.
+        """
         if self._worker is None:
             return
         worker, self._worker = self._worker, None
         self._under_way.append(worker.submit(self._close, result))
         late = wait(self._under_way, LAST_WORDS_SECONDS).not_done
+        error = self._first_error()
         worker.shutdown(wait=False, cancel_futures=True)  # else the process waits for all of it
         if late:
             self._under_way.clear()
+            before = f"; before that {type(error).__name__}: {error}" if error else ""
             raise TimeoutError(
                 f"{self.kind} did not take the rest of the run in {LAST_WORDS_SECONDS:.0f} s; "
-                "the run's own folder has it"
-            )
-        self._raise_first_error()
+                f"the run's own folder has it{before}"
+            ) from error
+        if error is not None:
+            raise error
 
     def _later(self, work: Callable[..., None], *args: Any) -> None:
         """Have it done in its turn. Raises the first error of what has been done since."""
@@ -141,8 +158,15 @@ class Tracker(Callback, ABC):
         self._raise_first_error()
 
     def _raise_first_error(self) -> None:
+        if (error := self._first_error()) is not None:
+            raise error
+
+    def _first_error(self) -> BaseException | None:
+        """Of what is done and was not looked at; what comes behind it is for the next look."""
         while self._under_way and self._under_way[0].done():
-            self._under_way.popleft().result()
+            if (error := self._under_way.popleft().exception()) is not None:
+                return error
+        return None
 
 
 def _numbers(values: Mapping[str, float | None]) -> dict[str, float]:

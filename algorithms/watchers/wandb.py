@@ -41,7 +41,7 @@ class WandB(Tracker):
     def __init__(self, cfg: WandBConfig) -> None:
         """Raises UserError without the library or the key, or if the folder cannot be written."""
         super().__init__(cfg)
-        check_folder("callbacks.wandb.folder", cfg.folder)
+        check_folder("folder", cfg.folder)
         if cfg.mode == "online":
             _check_key()
 
@@ -101,4 +101,4 @@ def _check_key() -> None:
     except wandb.Error as error:
         what = str(error)
     remedy = "set WANDB_API_KEY, or call `wandb login` once, or set mode: offline"
-    raise UserError(Problem("callbacks.wandb", what, remedy))
+    raise UserError(Problem("mode", what, remedy))

@@ -31,6 +31,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from backends.base import HUB_NAME
 from backends.child import Announcer, leave, when_parent_ends
 from backends.engine import SESSION_SECONDS
 from backends.errors import Problem, UserError
@@ -247,7 +248,7 @@ def _check_model(base_model: str) -> None:
             raise UserError(
                 Problem("base_model", f"{base_model} holds no config.json", "name a model's folder")
             )
-    elif folder.is_absolute() or base_model.startswith((".", "~")) or base_model.count("/") > 1:
+    elif not HUB_NAME.fullmatch(base_model):
         raise UserError(
             Problem("base_model", f"there is no folder {base_model}", "correct the path")
         )

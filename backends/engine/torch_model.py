@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from backends.engine.decoder import Decoder, TransformersDecoder
 from backends.engine.lean_decoder import LeanDecoder
 from backends.engine.lora import Adapter, install_slots
-from backends.errors import Problem, UserError
+from backends.errors import Problem, UserError, first_line
 
 log = logging.getLogger("flowtune.engine")
 
@@ -168,7 +168,7 @@ def _load(name: str, dtype: torch.dtype) -> Any:
         raise UserError(
             Problem(
                 "base_model",
-                f"{name} cannot be loaded: {str(error).splitlines()[0]}",
+                f"{name} cannot be loaded: {first_line(error)}",
                 "name a folder or a hub model that holds a causal language model",
             )
         ) from error

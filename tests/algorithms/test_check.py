@@ -199,7 +199,7 @@ def test_a_template_is_asked_for_by_chat_rows_only() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["examples/models/nope", "/nope", "./nope", "nope", "models/tny-qwen"]
+    "name", ["examples/models/nope", "/nope", "./nope", "no name", "models/tny-qwen"]
 )
 def test_a_folder_that_is_not_there(name: str) -> None:
     Path("models/tiny-qwen3").mkdir(parents=True)
@@ -209,6 +209,15 @@ def test_a_folder_that_is_not_there(name: str) -> None:
         assert problem.remedy == "did you mean models/tiny-qwen3?"
     else:
         assert "Qwen/Qwen3-0.6B" in problem.remedy
+
+
+def test_a_name_without_an_owner_is_the_hubs_unless_a_folder_is_almost_called_so() -> None:
+    assert model_problems("gpt2", chat=True) == []
+    Path("gpt").mkdir()
+    (problem,) = model_problems("gpt2", chat=True)
+    assert problem.what == "there is no folder gpt2"
+    assert problem.remedy.startswith("did you mean gpt? a hub name has its owner before it")
+    assert model_problems("openai-community/gpt2", chat=True) == []
 
 
 def test_a_file_is_not_a_model() -> None:
@@ -260,7 +269,8 @@ def test_a_teacher_is_looked_at_as_the_model_is() -> None:
     assert problem.where == "algorithm.params.teacher.model"
     assert "other has another vocabulary: 0 of the 2 tokens" in problem.what
     (problem,) = problems_with_teacher(model="alik")
-    assert problem == Problem(problem.where, "there is no folder alik", "did you mean alike?")
+    assert problem.what == "there is no folder alik"
+    assert problem.remedy.startswith("did you mean alike?")
     for file, what in (("config.json", "no config.json"), ("tokenizer.json", "no tokenizer")):
         (problem,) = problems_with_teacher(model=model_folder(f"without-{file}", without=file))
         assert what in problem.what
@@ -288,6 +298,8 @@ def test_a_teachers_weights_must_be_there() -> None:
         ("tinker", "tinker://a/b", None),
         ("embedded", "tinker://a/b", "an embedded engine cannot read tinker://a/b"),
         ("embedded", "runs/x", None),
+        ("local", "tinker://a/b", "a local run cannot read tinker://a/b"),
+        ("local", "runs/x", None),
     ],
 )
 def test_weights_must_be_such_as_the_backend_can_load(

@@ -199,6 +199,10 @@ def test_good_rows(row: dict[str, object]) -> None:
         ({"text": 3}, "text is 3"),
         ({"prompt": "a", "completion": "b", "label": True}, None),
         ({"prompt": "a", "completion": "b", "label": False}, "an unpaired preference"),
+        ({"prompt": "a", "completion": "b", "label": "False"}, "an unpaired preference"),  # csv
+        ({"prompt": "a", "completion": "b", "label": False, "source": "x"}, None),
+        ({"prompt": "a", "completion": "b", "label": 0}, None),
+        ({"messages": [USER, ANSWER], "label": False}, None),
     ],
 )
 def test_what_sft_takes_beside_these(row: dict[str, object], what: str | None) -> None:

@@ -157,6 +157,20 @@ def test_activations_of_a_local_run_are_those_of_the_rows_that_pass_at_a_time() 
     assert rl.sampled == 3 * 8 * 4 * 10
 
 
+def test_texts_without_a_prompt_are_counted_whole() -> None:
+    from algorithms.model_facts import read_tokenizer
+
+    tokenizer = read_tokenizer(str(MODEL))
+    assert tokenizer is not None
+    text = "What is 1 plus 1?"
+    row = len(tokenizer.encode(text).ids)
+    found = on_the_local_backend("local_sft", [{"text": text}] * 16)
+    assert (found.tokens_per_row, found.tokens) == (row, 2 * 8 * row)
+    assert activations("local_sft", [{"text": text}] * 16) == 8 * row * A_TOKEN
+    beside = [{**chat, "text": text * 9} for chat in CHATS[:1]] * 20  # a column like any
+    assert activations("local_sft", beside) == activations("local_sft", CHATS[:1] * 20)
+
+
 ON_THE_MOCK: dict[str, dict[str, Any]] = {
     "mock_sft": {"num_epochs": 2},
     "sft": {"num_epochs": 3},

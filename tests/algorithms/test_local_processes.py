@@ -19,7 +19,7 @@ from algorithms.local_rl import LocalRL, LocalRLConfig
 from algorithms.local_sft import LocalSFT, LocalSFTConfig
 from backends.base import ModelSpec
 from backends.errors import StateLostError, UserError
-from backends.local import LocalKind, LocalParams, open_local
+from backends.local import LocalBackend, LocalKind, LocalParams, open_local
 from tests.algorithms.test_local import CutOff, document, files_of, opened, rows_of, trained
 
 MODEL = "examples/models/tiny-qwen3"
@@ -86,7 +86,7 @@ def test_each_process_has_its_part_of_every_step(micro_batch_size: int | None) -
     assert whole[0] == [row for pair in zip(first, second, strict=True) for p in pair for row in p]
 
 
-def test_groups_are_dealt_out_as_trl_gathers_them() -> None:
+def test_each_process_has_its_share_of_the_groups_in_order() -> None:
     algorithm = LocalRL(LocalRLConfig(batch_size=2, num_samples=2, micro_batch_size=1))
     algorithm.step_rows = lambda step_idx: [7, 3]  # type: ignore[method-assign]
     algorithm._passes = 1
@@ -175,6 +175,56 @@ async def test_a_lost_process_is_a_lost_state(
     run.callbacks.append(killer)
     with pytest.raises(StateLostError, match="process 1 of the run was killed by signal 9"):
         await trained(run)
+    again = await trained(await opened(shared("local_sft", tmp_path, 2)))
+    assert [row["step"] for row in rows_of(again)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+async def test_one_that_is_lost_while_the_others_get_ready_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is ready and waits for the others; nothing but the leader could miss it."""
+
+    class Killed(processes.Process):
+        def wait_until_ready(self) -> None:
+            super().wait_until_ready()
+            if self.rank == 1:
+                os.kill(self.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(processes, "Process", Killed)
+    run = await opened(shared("local_sft", tmp_path, 3))
+    with pytest.raises(StateLostError, match="process 1 of the run was killed by signal 9"):
+        await trained(run)
+
+
+@pytest.mark.slow
+async def test_an_error_of_the_leaders_own_is_told_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any) -> dict[str, float]:
+        raise RuntimeError("no metrics today")
+
+    monkeypatch.setattr(LocalSFT, "metrics", broken)
+    run = await opened(shared("local_sft", tmp_path, 2))
+    with pytest.raises(RuntimeError, match="no metrics today"):
+        await trained(run)
+
+
+@pytest.mark.slow
+async def test_the_others_end_with_the_leader_and_clean_up(tmp_path: Path) -> None:
+    run = await opened(shared("local_sft", tmp_path, 2))
+    backend = run.backend
+    assert isinstance(backend, LocalBackend)
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    processes.Told.by(run.context, SimpleNamespace(first_step=0)).write(folder)  # type: ignore[arg-type]
+    backend.write_start(folder)
+    other = processes.Process(folder, 1)
+    await asyncio.to_thread(other.wait_until_ready)
+    other._process.stdin.close()  # type: ignore[union-attr]  # as the system does for the dead
+    await asyncio.to_thread(other.wait_until_over)
+    assert not folder.exists()
+    await run.backend.aclose()
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ import torch
 from algorithms.base import RunContext, RunResult, TrainingBatch
 from algorithms.data.dataset import load_dataset
 from algorithms.experiment import Experiment
+from algorithms.imports import raised
 from algorithms.mock_sft import MockSFT
 from algorithms.opening import open_live_run
 from algorithms.registry import ALGORITHMS
@@ -72,6 +73,32 @@ def test_a_loss_that_is_wrong_is_the_users_to_mend(how: str) -> None:
         checked_loss(loss_fn)(output(), [DATUM] * 2)
     assert refused.value.problems[0].where == "loss_fn"
     assert refused.value.problems[0].remedy
+
+
+def mean_of(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(rows).mean()
+
+
+def test_the_line_of_a_loss_is_the_innermost_of_the_users() -> None:
+    line = mean_of.__code__.co_firstlineno + 1
+    with pytest.raises(UserError, match=rf"RuntimeError: .* \(test_returned.py, line {line}\)"):
+        checked_loss(lambda o, d: mean_of(o.logprobs_per_datum))(output(), [])
+
+
+class Mine(torch.nn.Module):
+    """A user's class above a library's."""
+
+    def __call__(self, model_output: ModelOutput, data: list[tinker.Datum]) -> torch.Tensor:
+        return self.get_submodule("not.there")(model_output)  # type: ignore[no-any-return]
+
+
+def test_the_line_is_not_that_of_a_library_that_a_class_is_built_on() -> None:
+    line = Mine.__call__.__code__.co_firstlineno + 1
+    with pytest.raises(AttributeError) as failed:
+        Mine()(output(), [])
+    assert raised(failed.value, Mine).endswith(f"(test_returned.py, line {line})")
+    with pytest.raises(UserError, match=rf"\(test_returned.py, line {line}\)"):
+        checked_loss(Mine())(output(), [])
 
 
 def test_a_gradient_that_is_not_finite_is_found_in_its_row() -> None:
@@ -213,10 +240,10 @@ async def test_an_error_of_its_own_is_told_with_method_and_line(
 def test_errors_that_waiting_or_a_checkpoint_may_mend_pass_as_they_are(
     error: type[Exception],
 ) -> None:
-    algorithm, raised = Own(MockSFT.Config()), error("away")
+    algorithm, away = Own(MockSFT.Config()), error("away")
     with pytest.raises(error) as passed, hook(algorithm, "build_batch"):
-        raise raised
-    assert passed.value is raised
+        raise away
+    assert passed.value is away
 
 
 async def test_a_metric_that_is_no_number_is_null(own: Experiment, tmp_path: Path) -> None:

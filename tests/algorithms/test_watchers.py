@@ -16,10 +16,17 @@ from typing import Any
 import pytest
 
 from algorithms.base import RunResult
-from algorithms.callbacks import Callback, CallbackConfig, CallbackFailed, RunPlan, check_folder
+from algorithms.callbacks import (
+    Callback,
+    CallbackConfig,
+    CallbackFailed,
+    NoHistory,
+    RunPlan,
+    check_folder,
+)
 from algorithms.check import check_experiment
 from algorithms.registry import CALLBACKS, register_callback
-from algorithms.watchers.mlflow import PATIENCE, MLflow, MLflowConfig
+from algorithms.watchers.mlflow import PATIENCE, MLflow, MLflowConfig, NotTaken, _name
 from algorithms.watchers.samples import Samples
 from algorithms.watchers.tracking import LAST_WORDS_SECONDS, Tracker, settings_of
 from algorithms.watchers.wandb import WandB, WandBConfig
@@ -150,7 +157,7 @@ def test_wandb_without_a_key_asks_nobody_and_says_what_to_do(
     with pytest.raises(UserError, match="there is no API key for Weights & Biases") as caught:
         WandB(WandBConfig())
     (problem,) = caught.value.problems
-    assert problem.remedy is not None
+    assert problem.where == "mode"
     assert "WANDB_API_KEY" in problem.remedy
     assert "mode: offline" in problem.remedy
     monkeypatch.setenv("WANDB_API_KEY", "short")
@@ -205,7 +212,7 @@ async def test_a_run_goes_on_without_its_mlflow_server(
     told = [record for record in caplog.records if "callback MLflow failed" in record.message]
     assert told
     assert told[0].exc_info is not None
-    assert "callbacks.mlflow.tracking_uri" in str(told[0].exc_info[1])
+    assert str(told[0].exc_info[1]).startswith("tracking_uri: ")
 
 
 async def test_a_run_that_is_to_stop_does_not_begin_without_its_mlflow_server(
@@ -233,27 +240,113 @@ def test_mlflow_gives_a_request_up_within_a_minute(monkeypatch: pytest.MonkeyPat
     assert (retries + 1) * MLFLOW_HTTP_REQUEST_TIMEOUT.get() + pauses <= LAST_WORDS_SECONDS
 
 
-async def test_what_mlflow_does_not_take_is_sent_later() -> None:
+class Server:
+    """Stands for MLflow's client; answers a batch with the error that is set for its first step."""
+
+    def __init__(self) -> None:
+        self.answers: dict[int, Exception] = {}
+        self.taken: list[int] = []
+        self.ended = False
+
+    def log_batch(self, run: str, metrics: list[Any]) -> None:
+        if metrics[0].step in self.answers:
+            raise self.answers[metrics[0].step]
+        self.taken += sorted({metric.step for metric in metrics})
+
+    def set_terminated(self, run: str, status: str) -> None:
+        self.ended = True
+
+
+@pytest.fixture
+def server() -> Server:
     pytest.importorskip("mlflow")
+    return Server()
+
+
+@pytest.fixture
+def sending(server: Server, monkeypatch: pytest.MonkeyPatch) -> MLflow:
+    """A tracker that is open and about to send; a request takes two numbers: those of one row."""
+    monkeypatch.setattr("algorithms.watchers.mlflow.MOST_METRICS", 2)
     tracker = MLflow(MLflowConfig())
-    taken: list[int] = []
+    tracker._client, tracker._id, tracker._sent = server, "r", -math.inf
+    return tracker
 
-    class Client:
-        there = False
 
-        def log_batch(self, run: str, metrics: list[Any]) -> None:
-            if not self.there:
-                raise ConnectionError("gone")
-            taken.extend(metric.step for metric in metrics)
+def refused(code: str) -> Exception:
+    from mlflow.exceptions import RestException
 
-    client = Client()
-    tracker._client, tracker._id, tracker._waiting, tracker._sent = client, "r", [], -math.inf
-    with pytest.raises(ConnectionError):
-        tracker.log(1, {"loss": 1.0})
-    tracker.log(2, {"loss": 1.0})  # no other attempt at each step
-    client.there = True
-    tracker._send()
-    assert sorted(set(taken)) == [1, 2]
+    error: Exception = RestException({"error_code": code, "message": "no"})
+    return error
+
+
+def away() -> Exception:
+    """As MLflow says that nobody answered."""
+    from mlflow.exceptions import MlflowException
+
+    error: Exception = MlflowException("API request to http://host failed with exception ...")
+    return error
+
+
+@pytest.mark.parametrize("code", [None, "TEMPORARILY_UNAVAILABLE", "ENDPOINT_NOT_FOUND", "502"])
+def test_what_mlflow_does_not_take_is_sent_later(
+    server: Server, sending: MLflow, code: str | None
+) -> None:
+    error = server.answers[1] = refused(code) if code else away()
+    with pytest.raises(type(error)):
+        sending.log(1, {"loss": 1.0})
+    sending.log(2, {"loss": 1.0})  # no other attempt at each step
+    server.answers.clear()
+    sending.close(RunResult("a", "completed", {}, {}))
+    assert server.taken == [1, 2]
+
+
+def test_what_mlflow_refuses_is_dropped_and_told_and_the_rest_is_sent(
+    server: Server, sending: MLflow
+) -> None:
+    server.answers[1] = refused("INVALID_PARAMETER_VALUE")
+    with pytest.raises(NotTaken, match="2 numbers are not in MLflow: INVALID_PARAMETER_VALUE: no"):
+        sending.log(1, {"loss": 1.0})
+    sending.log(2, {"loss": 1.0})
+    sending.log(3, {"loss": 1.0})
+    server.answers[2] = refused("INVALID_PARAMETER_VALUE")
+    with pytest.raises(NotTaken, match="2 numbers are not in MLflow"):
+        sending.close(RunResult("a", "completed", {}, {}))
+    assert server.taken == [3]
+    assert server.ended
+
+
+def test_a_server_that_stays_away_is_kept_the_newest_numbers(
+    server: Server, sending: MLflow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("algorithms.watchers.mlflow.MOST_WAITING", 4)
+    server.answers = {step: away() for step in range(1, 6)}
+    for step in range(1, 6):
+        sending._sent = -math.inf
+        with pytest.raises(type(away())):
+            sending.log(step, {"loss": 1.0})
+        assert len(sending._waiting) <= 4
+    server.answers.clear()
+    sending._sent = -math.inf
+    with pytest.raises(NotTaken, match="6 numbers are not in MLflow: nobody answered for too long"):
+        sending.log(6, {"loss": 1.0})
+    assert server.taken == [4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("name", "there"),
+    [
+        ("val/x/pass@4", "val/x/pass_at_4"),
+        ("pass^2", "pass_hat_2"),
+        ("share of 'ä' > 50%: a-b.c", "share of _ä_ _ 50__ a-b.c"),
+        ("x" * 300, "x" * 250),
+    ],
+)
+def test_mlflow_takes_any_name(name: str, there: str) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.utils.validation import _validate_metric
+
+    assert _name(name) == there
+    _validate_metric(there, 1.0, 0, 0)
 
 
 class Endless(Tracker):
@@ -277,25 +370,91 @@ class Endless(Tracker):
         pytest.fail("the run is over")
 
 
-def test_the_end_of_a_run_waits_for_a_tracker_only_so_long(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("algorithms.watchers.tracking.LAST_WORDS_SECONDS", 0.05)
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endless]:
+    for name in ("OPEN_SECONDS", "LAST_WORDS_SECONDS"):
+        monkeypatch.setattr(f"algorithms.watchers.tracking.{name}", 0.05)
     tracker = Endless()
-    tracker.on_start(RunPlan("a", "/a", 0, 4, (4,)))
-    worker = tracker._worker
-    assert worker is not None
-    tracker.on_step({"step": 1, "loss": 1.0})
-    with pytest.raises(TimeoutError, match="endless did not take the rest of the run"):
-        tracker.on_end(RunResult("a", "completed", {}, {}))
+    yield tracker
     tracker.release.set()
+    if tracker._worker is not None:
+        tracker._worker.shutdown()
+
+
+def test_the_end_of_a_run_waits_for_a_tracker_only_so_long(endless: Endless) -> None:
+    endless.on_start(RunPlan("a", "/a", 0, 4, (4,)))
+    worker = endless._worker
+    assert worker is not None
+    endless.on_step({"step": 1, "loss": 1.0})
+    with pytest.raises(TimeoutError, match="endless did not take the rest of the run") as caught:
+        endless.on_end(RunResult("a", "completed", {}, {}))
+    assert caught.value.__cause__ is None
+    endless.release.set()
     worker.shutdown()  # nothing that was queued is done
 
 
-async def test_trackio_goes_on_with_the_same_local_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_error_before_a_tracker_hangs_is_told_with_it(
+    endless: Endless, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))  # read when it is imported
+    hanging, opened = threading.Event(), threading.Event()
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        opened.wait(30)
+        if step == 1:
+            raise OSError("no room")
+        hanging.set()
+        endless.release.wait(30)
+
+    monkeypatch.setattr(endless, "open", lambda plan: 0)
+    monkeypatch.setattr(endless, "log", log)
+    monkeypatch.setattr(endless, "close", lambda result: None)
+    endless.on_start(RunPlan("a", "/a", 0, 4, (4,)))
+    for step in (1, 2):
+        endless.on_step({"step": step, "loss": 1.0})
+    worker = endless._worker
+    assert worker is not None
+    opened.set()
+    assert hanging.wait(30)
+    with pytest.raises(TimeoutError, match="; before that OSError: no room") as caught:
+        endless.on_end(RunResult("a", "completed", {}, {}))
+    assert isinstance(caught.value.__cause__, OSError)
+    endless.release.set()
+    worker.shutdown()
+
+
+def test_rows_behind_one_that_fails_are_sent_when_a_run_is_continued(
+    endless: Endless, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Before(NoHistory):
+        def metrics(self) -> list[dict[str, Any]]:
+            return [{"step": step, "loss": 1.0} for step in (1, 2, 3)]
+
+    sent: list[int] = []
+
+    def log(step: int, values: Mapping[str, float]) -> None:
+        sent.append(step)
+        if step == 1:
+            raise OSError("no room")
+
+    monkeypatch.setattr(endless, "open", lambda plan: 0)
+    monkeypatch.setattr(endless, "log", log)
+    with pytest.raises(OSError, match="no room"):
+        endless._open(RunPlan("a", "/a", 3, 4, (4,), history=Before()))
+    assert sent == [1, 2, 3]
+
+
+def test_a_run_that_is_to_stop_does_not_begin_while_its_tracker_opens(endless: Endless) -> None:
+    endless.on_start(RunPlan("a", "/a", 0, 4, (4,)))  # any other does
+    again = Endless()
+    again.release, again.stops_the_run = endless.release, True
+    with pytest.raises(TimeoutError, match="endless did not begin its run in 0 s"):
+        again.on_start(RunPlan("a", "/a", 0, 4, (4,)))
+    endless.release.set()
+    assert again._worker is not None
+    again._worker.shutdown()
+
+
+async def test_trackio_goes_on_with_the_same_local_run(tmp_path: Path) -> None:
     trackio = pytest.importorskip("trackio")
     await broken_off_and_continued(tmp_path, of_kind("trackio", project="p"))
     (run,) = trackio.Api().runs("p")
@@ -323,7 +482,7 @@ def test_a_library_that_is_missing_is_named_before_anything_starts(
         importlib.util, "find_spec", lambda name, *a: None if name == "wandb" else real(name, *a)
     )
     _, problems = check_experiment(document(callbacks=[of_kind("wandb")]))
-    (problem,) = [p for p in problems if p.where == "callbacks.wandb"]
+    (problem,) = [p for p in problems if p.where == "callbacks[0].kind"]
     assert problem.what == "the library wandb is not installed"
     assert problem.remedy == "pip install 'flowtune[wandb]'"
 
@@ -342,10 +501,10 @@ def test_settings_are_the_experiment_without_its_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "field", "module"),
     [
-        ("csv", "callbacks.csv.folder", "csv"),
-        ("tensorboard", "callbacks.tensorboard.folder", "tensorboard"),
-        ("wandb", "callbacks.wandb.folder", "wandb"),
-        ("mlflow", "callbacks.mlflow.tracking_uri", "mlflow"),
+        ("csv", "callbacks[0].params.folder", "csv"),
+        ("tensorboard", "callbacks[0].params.folder", "tensorboard"),
+        ("wandb", "callbacks[0].params.folder", "wandb"),
+        ("mlflow", "callbacks[0].params.tracking_uri", "mlflow"),
         ("trackio", "TRACKIO_DIR", "trackio"),
     ],
 )
@@ -369,6 +528,16 @@ def test_a_folder_that_cannot_be_written_is_named_before_anything_starts(
     assert problem.remedy == "name another folder, or let this user write there"
     check_folder("x", tmp_path / "made/later")
     assert not (tmp_path / "made").exists()
+
+
+def test_a_folder_that_the_environment_names_is_called_by_its_variable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/file/mlflow.db")
+    with pytest.raises(UserError, match=r"MLFLOW_TRACKING_URI: .* is a file, and no folder"):
+        MLflow(MLflowConfig())
 
 
 def test_a_folder_of_somebody_else_is_refused(
@@ -442,6 +611,18 @@ async def test_a_failure_is_told_once_and_the_run_goes_on(
     told = [record for record in caplog.records if "failed in on_step" in record.message]
     assert [record.levelno for record in told] == [logging.ERROR] + [logging.WARNING] * 9
     assert told[0].message == "callback Breaking failed in on_step"
+
+
+async def test_another_failure_of_the_same_method_is_told_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(self: Callback, row: Mapping[str, float]) -> None:
+        raise KeyError("loss") if row["step"] % 2 else OSError("no room")
+
+    monkeypatch.setattr(Samples, "on_step", fails)
+    await finished(experiment(tmp_path, callbacks=[of_kind("samples")]))
+    told = [record for record in caplog.records if "failed in on_step" in record.message]
+    assert [record.levelno for record in told] == [logging.ERROR] * 2 + [logging.WARNING] * 10
 
 
 @pytest.mark.usefixtures("breaking")

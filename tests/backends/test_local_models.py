@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,8 @@ from algorithms.experiment import parse_experiment
 from backends.base import ModelSpec, SavedState
 from backends.errors import UserError
 from backends.local import LocalBackend, LocalKind, LocalParams, open_local
-from backends.local_layers import adapted_layers
-from backends.local_sampling import LiveSamplingClient
+from backends.local_layers import adapted_layers, add_adapter
+from backends.local_sampling import LiveSamplingClient, _batches, _Row
 from tests.algorithms.test_local import ARITHMETIC, document, rows_of, trained
 from tests.algorithms.test_local import opened as started
 
@@ -212,6 +213,20 @@ def test_routers_have_no_loss_unless_trl_is_told(models: Path) -> None:
     assert (config.router_aux_loss_coef, config.output_router_logits) == (0.0, False)
 
 
+def test_only_the_generators_of_the_models_device_are_kept(
+    models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda _: pytest.fail("a GPU's generator"))
+    name = made(models, "gpt2", ARCHITECTURES["gpt2"].sizes)
+    model = AutoModelForCausalLM.from_pretrained(name)
+    before = torch.get_rng_state()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        add_adapter(model, ModelSpec(name=name, lora_rank=2, train_unembed=False))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 # --- checkpoints --------------------------------------------------------------------------------
 
 
@@ -272,6 +287,33 @@ async def test_samples_are_those_of_generate(case: tuple[str, Architecture]) -> 
             input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=False, eos_token_id=1
         )
         assert list(answer.sequences[0].tokens) == reference[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "mpt"])
+async def test_a_prompt_as_long_as_the_context_is_answered_beside_short_ones(
+    name: str, models: Path
+) -> None:
+    # The first two have a table of positions, the last biases for so many places.
+    row = ARCHITECTURES[name]
+    backend = opened(made(models, name, row.sizes), **spec_of(row))
+    client = LiveSamplingClient(backend.model, None, backend.longest)
+    greedy = tinker_types.SamplingParams(max_tokens=6, temperature=0.0)
+    prompts = [list(range(2, row.longest + 1)), [8, 9, 10]]
+    requests = [tinker_types.ModelInput.from_ints(prompt) for prompt in prompts]
+    together = [client.sample(prompt, 1, greedy) for prompt in requests]
+    found = [list((await answer).sequences[0].tokens) for answer in together]
+    alone = [list((await client.sample(each, 1, greedy)).sequences[0].tokens) for each in requests]
+    assert found == alone
+    assert [len(tokens) for tokens in found] == [1, 6]
+
+
+def test_rows_that_fit_side_by_side_are_decoded_together() -> None:
+    params = tinker_types.SamplingParams()
+    sizes = [(60, 4), (5, 8), (57, 7), (4, 8), (62, 2)]
+    rows = [_Row([2] * prompt, most, params, frozenset(), None, [], []) for prompt, most in sizes]  # type: ignore[arg-type]
+    taken = [[len(row.prompt) for row in batch] for batch in _batches(rows, 64)]
+    assert taken == [[4, 5], [57], [60], [62]]
+    assert [len(batch) for batch in _batches(rows[1:2] * 130, 64)] == [64, 64, 2]
 
 
 async def test_routers_that_have_a_loss_have_it_again_behind_a_sample(models: Path) -> None:
@@ -358,6 +400,41 @@ def test_a_models_files_are_refused_by_name(models: Path, tmp_path: Path) -> Non
         with pytest.raises(UserError, match=why) as refusal:
             opened(name)
         assert refusal.value.problems[0].where == "model.name"
+
+
+@pytest.mark.parametrize("error", [OSError(""), ValueError("\n "), OSError("\nno\nmore")])
+def test_an_error_without_words_is_told_by_its_kind(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise error
+
+    said = str(error).strip()[:2] or type(error).__name__
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fails)
+    with pytest.raises(UserError, match=f"cannot be loaded: {said}\n"):
+        opened(str(TOKENIZER))
+
+
+@pytest.mark.parametrize("size", ["", "two", "2"])
+def test_a_world_size_that_is_not_one_is_told_before_the_run(
+    size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", size)
+    (problem,) = LocalKind.check(PARAMS, ModelSpec(name=str(TOKENIZER)))
+    assert problem.where == "backend.params.num_processes"
+    assert f"WORLD_SIZE is {size!r}" in problem.what
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert LocalKind.check(PARAMS, ModelSpec(name=str(TOKENIZER))) == []
+
+
+def test_processes_that_one_mps_device_cannot_share_may_have_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    params = LocalParams(num_processes=2)
+    with pytest.raises(UserError, match="take 1 at most, or device: cpu"):
+        open_local(params, ModelSpec(name=str(TOKENIZER)), None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
