@@ -128,7 +128,7 @@ class LocalRL(LocalAlgorithm):
 
     def __init__(self, cfg: LocalRLConfig) -> None:
         super().__init__(cfg)
-        self._verifier = cfg.verifier.build()
+        self._verifier = cfg.verifier.build("algorithm.params.verifier")
         self._heard: list[Transcript] = []
 
     @classmethod
