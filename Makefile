@@ -1,6 +1,7 @@
 # make train   fine-tune the model that ships with flowtune
 # make test    lint, types and the suite
-# make test-slow the tests that make test leaves out: object storage with faults, killed local runs
+# make test-slow the tests that make test leaves out: chaos, storage with faults, runs of several
+#              processes
 # make test-s3 the tests that need object storage, on a real S3 service they start themselves
 # make learn   the examples that show that every algorithm learns, about ten minutes
 # make bench   the engine beside raw PyTorch + PEFT

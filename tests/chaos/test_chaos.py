@@ -15,6 +15,8 @@ from tests.chaos.compare import differences
 from tests.chaos.scene import Servers, courses
 from tests.servers.prefect import PrefectServer
 
+pytestmark = pytest.mark.slow  # a minute of kills
+
 KILLS = 3
 RL = next(course for course in courses(32) if course.name == "rl" and not course.deployed)
 

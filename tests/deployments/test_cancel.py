@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 import yaml
 
 from tests.deployments.test_deployments import (
@@ -20,6 +21,8 @@ from tests.deployments.test_deployments import (
 from tests.servers.prefect import PrefectServer
 
 __all__ = ["deployed"]
+
+pytestmark = pytest.mark.slow  # a worker of its own
 
 
 def test_a_run_that_is_cancelled_on_a_worker_saves_and_is_cancelled(
