@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -29,6 +30,8 @@ OF_SAMPLING: Mapping[str, str] = {
     "temperature": "use temperature",
     "num_return_sequences": "use num_samples",
     "do_sample": "a group is of samples",
+    "num_beams": "a group is of samples",
+    "return_dict_in_generate": "TRL takes the tokens alone",
     "eos_token_id": "an answer ends where the chat template ends a turn, as in rl",
 }
 """What `generation_kwargs` may not say, and why."""
@@ -128,6 +131,9 @@ class LocalRL(LocalAlgorithm):
 
     def __init__(self, cfg: LocalRLConfig) -> None:
         super().__init__(cfg)
+        given = cfg.trainer.get("generation_kwargs")
+        if isinstance(given, dict) and importlib.util.find_spec("trl"):
+            _check_sampling(given)
         self._verifier = cfg.verifier.build("algorithm.params.verifier")
         self._heard: list[Transcript] = []
 
@@ -159,6 +165,10 @@ class LocalRL(LocalAlgorithm):
 
     def prepare(self, ctx: RunContext) -> int:
         """Leave out the bad rows that may be, also those whose prompt cannot be answered."""
+        most, longest = self.cfg.max_tokens, self.backend.longest
+        if most >= longest:
+            what = f"is {most}, and the model reads {longest} tokens, the prompt's too"
+            raise UserError(Problem("algorithm.params.max_tokens", what, "lower it"))
         self._dataset = ctx.dataset.without_bad(
             lambda row, place: self.row_problem(row, place) or self._prompt_problem(row, place)
         )
@@ -275,3 +285,14 @@ class LocalRL(LocalAlgorithm):
         """Rows of an epoch, and how many were left out as bad."""
         skipped = self._dataset.bad_rows.skipped
         return {"data/rows": float(len(self._dataset)), "data/rows_skipped": float(skipped)}
+
+
+def _check_sampling(given: Mapping[str, JsonValue]) -> None:
+    """Raises UserError for options of sampling that transformers does not have: it ignores them."""
+    from transformers import GenerationConfig
+
+    known = vars(GenerationConfig())
+    if unknown := [name for name in given if name not in known]:
+        what = f"transformers' GenerationConfig has no {', '.join(unknown)}"
+        remedy = "leave it out; max_tokens, temperature and the seed are the run's"
+        raise UserError(Problem("algorithm.params.trainer.generation_kwargs", what, remedy))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from algorithms.base import BaseAlgorithmConfig, RunContext
 from algorithms.data.rendering import Supervise, render_rows
@@ -38,6 +38,14 @@ class LocalSFTConfig(LocalConfig):
         description="Of the loss over a step's supervised tokens: sum as in sft, mean as TRL does "
         "it by itself.",
     )
+
+    @model_validator(mode="after")
+    def _added_to_a_mean(self) -> LocalSFTConfig:
+        if _router_loss(self) and self.reduction == "sum":
+            raise ValueError(
+                "trainer.router_aux_loss_coef weighs a loss beside a mean: set reduction: mean"
+            )
+        return self
 
 
 class LocalSFT(LocalAlgorithm):
@@ -80,7 +88,7 @@ class LocalSFT(LocalAlgorithm):
         base = _summing(SFTTrainer) if self.cfg.reduction == "sum" else SFTTrainer
         extra = {"max_length": None, "dataset_kwargs": {"skip_prepare_dataset": True}}
         options = self.options(arguments | extra)
-        self._is_nll = options.loss_type == "nll"
+        self._is_nll = options.loss_type == "nll" and not _router_loss(self.cfg)
         trainer: RunsTrainer = owned(base, "LocalSFT")(
             model=self.backend.model,
             args=options,
@@ -107,6 +115,11 @@ class LocalSFT(LocalAlgorithm):
     def setup_metrics(self) -> dict[str, float]:
         """Rows and tokens of an epoch, and how many rows were cut, dropped, or skipped as bad."""
         return self._rendering.metrics()
+
+
+def _router_loss(cfg: LocalSFTConfig) -> bool:
+    """Whether TRL is to add a mixture's load-balancing loss."""
+    return bool(cfg.trainer.get("router_aux_loss_coef"))
 
 
 def _dataset(rendering: Rendering) -> Any:

@@ -287,6 +287,11 @@ class LocalKind:
         return await asyncio.to_thread(open_local, params, model, state)
 
 
+def quiet_torch() -> None:
+    """To be called before torch is imported: what it would log of unused parameters is meant."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+
 def open_local(
     params: LocalParams, spec: ModelSpec, state: SavedState | None, rank: int = 0
 ) -> LocalBackend:
@@ -297,8 +302,7 @@ def open_local(
     """
     if problems := LocalKind.check(params, spec):
         raise UserError(*problems)
-    if params.num_processes > 1:  # what it would log of unused parameters is meant
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    quiet_torch()
     import torch
 
     device = _device(params, rank)

@@ -314,7 +314,7 @@ def _answers_problem(
         if shared == 0:
             return Problem(
                 place,
-                "has no prompt: chosen and rejected do not begin with the same turn",
+                "has no prompt of turns: chosen and rejected do not begin with the same one",
                 "give the prompt's turns as prompt, or at the head of both",
             )
         if chosen == rejected:

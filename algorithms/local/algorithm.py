@@ -19,7 +19,7 @@ from algorithms.local.processes import Follower, Leader, announced, led
 from algorithms.schedules import learning_rate_at
 from backends.base import Backend
 from backends.errors import Problem, UserError
-from backends.local import LocalBackend
+from backends.local import LocalBackend, quiet_torch
 
 if TYPE_CHECKING:
     from algorithms.local.trainer import RunsTrainer
@@ -36,6 +36,7 @@ class LocalAlgorithm(OwnLoop):
 
     def __init__(self, cfg: LocalConfig) -> None:
         super().__init__(cfg)
+        quiet_torch()
         if cfg.trainer and importlib.util.find_spec("trl"):  # the backend says what is missing
             check_options(cfg.trainer, self.options_class())
 
@@ -123,9 +124,15 @@ class LocalAlgorithm(OwnLoop):
                 trainer.train_from(Path(folder))
 
     def longest_row(self, max_seq_len: int | None) -> int:
-        """Tokens of a row at most: what was asked for, but no more than the model reads."""
-        asked = max_seq_len or model_limit(self.context.tokenizer)
-        return min(asked or self.backend.longest, self.backend.longest)
+        """Tokens of a row at most: what was asked for, or all that the model reads.
+
+        Raises UserError if more was asked for than that.
+        """
+        longest = self.backend.longest
+        if max_seq_len is not None and max_seq_len > longest:
+            what = f"is {max_seq_len}, and the model reads {longest} tokens"
+            raise UserError(Problem("algorithm.params.max_seq_len", what, "lower it"))
+        return min(max_seq_len or model_limit(self.context.tokenizer) or longest, longest)
 
     @property
     def rows_a_pass(self) -> int:

@@ -74,7 +74,10 @@ def test_preferences(row: Row, expected: Preference) -> None:
         ({"prompt": "q", "chosen": "a", "rejected": "a"}, "are the same"),
         ({"prompt": [USER], "chosen": [GOOD], "rejected": [GOOD]}, "are the same"),
         ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "are the same"),
-        ({"chosen": [GOOD], "rejected": [BAD]}, "has no prompt: chosen and rejected do not"),
+        (
+            {"chosen": [GOOD], "rejected": [BAD]},
+            "has no prompt of turns: chosen and rejected do not",
+        ),
         ({"prompt": [USER], "chosen": [], "rejected": [BAD]}, "chosen is []"),
         ({"prompt": [{}], "chosen": [GOOD], "rejected": [BAD]}, "prompt[0] has no role"),
         ({"prompt": [USER], "chosen": [USER], "rejected": [BAD]}, "chosen has no assistant"),

@@ -537,7 +537,7 @@ async def test_rows_are_cut_where_the_model_ends(tmp_path: Path) -> None:
     """Its tokenizer says that it reads 1024 tokens."""
     model = changed_model(tmp_path / "model", config={"max_position_embeddings": 22})
     for kind in ("local_sft", "local_dpo"):
-        short = document(kind, tmp_path, max_steps=1, max_seq_len=64)
+        short = document(kind, tmp_path, max_steps=1)
         short["model"]["name"] = model
         run = await opened(parse_experiment(short), kind)
         algorithm: Any = run.algorithm
@@ -791,3 +791,40 @@ def test_smoothing_that_trl_would_leave_out_is_refused() -> None:
     assert LocalDPOConfig(loss_type="robust", label_smoothing=0.1).label_smoothing == 0.1
     with pytest.raises(ValueError, match="robust only"):
         LocalDPOConfig(label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "words"),
+    [
+        ("local_sft", {"trainer": {"router_aux_loss_coef": 0.1}}, "set reduction: mean"),
+        ("local_rl", {"trainer": {"generation_kwargs": {"num_beams": 2}}}, "num_beams cannot be"),
+    ],
+)
+def test_what_would_change_a_number_in_silence_is_refused(
+    kind: str, params: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=words):
+        experiment(kind, tmp_path, **params)
+
+
+def test_sampling_that_transformers_does_not_know_is_refused(tmp_path: Path) -> None:
+    spec = experiment("local_rl", tmp_path, trainer={"generation_kwargs": {"max_tokens": 1}})
+    with pytest.raises(UserError, match="GenerationConfig has no max_tokens"):
+        spec.algorithm.build()
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("local_sft", {"max_seq_len": 9999}),
+        ("local_dpo", {"max_seq_len": 9999}),
+        ("local_rl", {"max_tokens": 9999}),
+    ],
+)
+async def test_more_than_the_model_reads_is_refused_by_its_field(
+    kind: str, params: dict[str, int], tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match="is 9999, and the model reads") as refusal:
+        await opened(experiment(kind, tmp_path, **params))
+    (field,) = params
+    assert [problem.where for problem in refusal.value.problems] == [f"algorithm.params.{field}"]

@@ -357,9 +357,10 @@ async def test_a_run_of_an_architecture_evaluates_and_ends(
     name: str, kind: str, trainer: dict[str, Any], models: Path, tmp_path: Path
 ) -> None:
     row = ARCHITECTURES[name]
-    written = document(
-        kind, tmp_path, max_steps=2, save_every=None, trainer=trainer, **spec_of(row)
-    )
+    params: dict[str, Any] = {**spec_of(row), "max_steps": 2, "save_every": None}
+    if trainer:
+        params |= {"trainer": trainer, "reduction": "mean"}
+    written = document(kind, tmp_path, **params)
     written["model"]["name"] = made(models, name, row.sizes)
     held_out = {"kind": "jsonl", "path": str(ARITHMETIC / "test.jsonl")}
     written["evaluations"] = [
@@ -376,6 +377,7 @@ async def test_a_run_of_an_architecture_evaluates_and_ends(
     if kind == "local_dpo":  # nothing of the routers is in it
         assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert ("trl/aux_loss" in first) == bool(trainer)
+    assert ("train_mean_nll" in first) == (kind == "local_sft" and not trainer)
 
 
 # --- files that will not do ---------------------------------------------------------------------
