@@ -322,6 +322,15 @@ class CutOff(Callback):
             self.task.cancel()
 
 
+async def cut_off_after(step: int, run: OwnLoopRun) -> None:
+    """Train, and be cancelled once the checkpoint after a step is there."""
+    cut_off = CutOff(step)
+    run.callbacks.append(cut_off)
+    cut_off.task = asyncio.create_task(trained(run))
+    with pytest.raises(asyncio.CancelledError):
+        await cut_off.task
+
+
 async def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -339,11 +348,7 @@ async def test_a_run_that_was_cut_off_ends_like_one_that_was_not(
     monkeypatch.setattr(ALGORITHMS[kind], "metrics", metrics)
     whole = await trained(await opened(experiment(kind, tmp_path / "whole")))
     cut = await opened(experiment(kind, tmp_path / "cut"))
-    cut_off = CutOff(2)
-    cut.callbacks.append(cut_off)
-    cut_off.task = asyncio.create_task(trained(cut))
-    with pytest.raises(asyncio.CancelledError):
-        await cut_off.task
+    await cut_off_after(2, cut)
     assert cut.store.checkpoint_steps() == [2]
     again = await opened(experiment(kind, tmp_path / "cut"))
     assert again.plan.first_step == 2
@@ -366,12 +371,7 @@ async def test_a_reference_is_what_the_run_started_from_after_a_resume_too(tmp_p
 
     whole = await trained(await opened(spec("whole")))
     assert rows_of(whole)[0]["dpo/margin"] == pytest.approx(0, abs=1e-6)
-    cut = await opened(spec("cut"))
-    cut_off = CutOff(2)
-    cut.callbacks.append(cut_off)
-    cut_off.task = asyncio.create_task(trained(cut))
-    with pytest.raises(asyncio.CancelledError):
-        await cut_off.task
+    await cut_off_after(2, await opened(spec("cut")))
     again = await trained(await opened(spec("cut")))
     assert rows_of(again) == rows_of(whole)
     assert files_of(again) == files_of(whole)

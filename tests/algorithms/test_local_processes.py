@@ -20,7 +20,7 @@ from algorithms.local_sft import LocalSFT, LocalSFTConfig
 from backends.base import ModelSpec
 from backends.errors import StateLostError, UserError
 from backends.local import LocalBackend, LocalKind, LocalParams, open_local
-from tests.algorithms.test_local import CutOff, document, files_of, opened, rows_of, trained
+from tests.algorithms.test_local import cut_off_after, document, files_of, opened, rows_of, trained
 
 MODEL = "examples/models/tiny-qwen3"
 NEAR = 1e-6
@@ -137,12 +137,7 @@ async def test_a_shared_run_goes_on_exactly(
         return shared(kind, tmp_path / store, num_processes, trainer=trainer)
 
     whole = await trained(await opened(spec("whole")))
-    cut = await opened(spec("cut"))
-    cut_off = CutOff(2)
-    cut.callbacks.append(cut_off)
-    cut_off.task = asyncio.create_task(trained(cut))
-    with pytest.raises(asyncio.CancelledError):
-        await cut_off.task
+    await cut_off_after(2, await opened(spec("cut")))
     again = await trained(await opened(spec("cut")))
     assert again.plan.first_step == 2
     assert rows_of(again) == rows_of(whole)
